@@ -23,7 +23,7 @@ source_paths=chargpt
 only_mutate=chargpt/store/*
 pytest_add_cli_args_test_selection=
     tests/test_store.py
-    tests/test_refusals.py
+    tests/test_damage.py
 also_copy=
     configs
     data

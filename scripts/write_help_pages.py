@@ -8,20 +8,19 @@ checks that the pages are up to date.
 
 import typer
 
-from chargpt.cli.main import COMMANDS, HELP_COLUMNS, HELP_PAGES, Command, app, load_command
+from chargpt.cli.main import COMMANDS, HELP_COLUMNS, HELP_PAGES, app, help_page, load_command
 
 
-def page(command: Command) -> str:
+def page(command: str) -> str:
     """Return the help of a command as its module gives it."""
     group = typer.main.get_command(app)
     parent = group.make_context("chargpt", [], resilient_parsing=True, terminal_width=HELP_COLUMNS)
     loaded = load_command(command)
-    context = loaded.make_context(command.name, [], parent=parent, resilient_parsing=True)
+    context = loaded.make_context(command, [], parent=parent, resilient_parsing=True)
     return f"{loaded.get_help(context)}\n"
 
 
 if __name__ == "__main__":
     HELP_PAGES.mkdir(exist_ok=True)
     for command in COMMANDS:
-        if command.name != "data":  # its module is light, and it has commands of its own
-            (HELP_PAGES / f"{command.name}.txt").write_text(page(command), encoding="utf-8")
+        help_page(command).write_text(page(command), encoding="utf-8")

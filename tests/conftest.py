@@ -28,6 +28,7 @@ if hasattr(signal, "SIGHUP"):
 settings.register_profile("chargpt", deadline=None)
 settings.load_profile("chargpt")
 
+pytest_plugins = ["shared_runs"]
 REPOSITORY = Path(__file__).parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 WIDTHS = {"desktop": (1200, 900), "phone": (390, 844)}
@@ -67,6 +68,20 @@ def notes() -> Iterator[list[str]]:
 def verse() -> Path:
     """The short text written for this project."""
     return REPOSITORY / "data" / "lighthouse.txt"
+
+
+def start_cli(
+    *words: object, cwd: Path, shell: str = "", program: str = "-m chargpt", **options: Any
+) -> subprocess.Popen[str]:
+    """Start `chargpt` as a process, in a shell that runs a command first."""
+    command = [sys.executable, *program.split(" ", 1), *map(str, words)]
+    return subprocess.Popen(
+        ["bash", "-c", f'{shell} exec "$@"', "bash", *command],
+        cwd=cwd,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+    )
 
 
 def run_cli(

@@ -1,311 +1,224 @@
-"""`chargpt train` under a time budget and under signals."""
+"""`chargpt train`: new runs, resumed runs, and texts in any encoding."""
 
-import os
-import signal
-import time
+import gzip
+import io
+import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import Cli
-from starting import create_run
-from typer.testing import CliRunner
+from conftest import Cli, refusal
+from shared_runs import QUICK
 
-from chargpt.cli.loop import StepView, run_steps
-from chargpt.cli.main import app
-from chargpt.cli.signals import catch_signals
-from chargpt.cli.summary import describe_model, show_plan, show_result
-from chargpt.config import Config, ModelConfig, TextConfig, load_config
-from chargpt.device import ThreadTuner
-from chargpt.errors import Stopped
+from chargpt.config import load_config
 from chargpt.store.folder import RunFolder
-from chargpt.store.listing import summarize
 from chargpt.store.run import load_run
-from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import load_corpus
-from chargpt.training import budget as budget_module
-from chargpt.training import trainer as trainer_module
-from chargpt.training.budget import TIMED_TOKENS, Cost, Trials
-from chargpt.training.deadline import RESERVE, Deadline, Pace, Plan, mixture_seconds
-from chargpt.training.schedule import lr_factor_at
-from chargpt.training.start import Session, start_run
-
-TINY = (
-    "device=cpu",
-    "model.n_layer=1",
-    "model.n_embd=16",
-    "model.block_size=16",
-    "train.batch_size=4",
-    "train.sample_every=0",
-)
-STEPS = ("train.max_steps=6", "train.evaluate_every=3", "train.save_every=3")
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def tiny(verse: Path, *settings: str) -> Config:
-    return load_config("gpt", [f"text.path={verse}", *TINY, *settings])
-
-
-class Ending(Deadline):
-    """A deadline with much time until a step of a run and none afterwards."""
-
-    trainer: Any
-    last_step: int
-
-    @property
-    def remaining(self) -> float:
-        return 1e3 if self.trainer.state.step < self.last_step else -1.0
+def test_train_prints_its_plan_losses_and_commands_that_succeed(verse: Path, cli: Cli) -> None:
+    done = cli("train", verse, *QUICK, "-s", "train.sample_every=6")
+    assert done.returncode == 0, done.stderr
+    assert "device  cpu (1 of 1 threads), float32\n" in done.stderr  # which were not chosen
+    for word in ("text ", "vocab ", "model ", "plan ", "needs ", "epochs"):
+        assert word in done.stderr, word
+    for row in ("uniform", "unigram", "bigram", "gpt (trained)", "nats/char", "perplexity"):
+        assert row in done.stdout, row
+    assert "-- sample at step 6 --" in done.stderr
+    assert load_run("runs/lighthouse-gpt").step in (3, 6)
+    commands = [line.split() for line in done.stdout.splitlines() if line.startswith("  chargpt")]
+    assert len(commands) == 4
+    for _, *args in commands:
+        assert cli(*args).returncode == 0
+    assert RunFolder(Path("runs/lighthouse-gpt")).load("latest").state.step == 12
 
 
-def end_after(created: Session, step: int) -> Pace:
-    """Let the time of a run end after a step, without re-planning before."""
-    deadline = Ending(10.0, 0.0)
-    object.__setattr__(deadline, "trainer", created.trainer)
-    object.__setattr__(deadline, "last_step", step)
-    created.pace = Pace(deadline)
-    created.pace.replanned = lambda *_: None  # type: ignore[method-assign]
-    return created.pace
+def test_train_prints_its_result_as_json(verse: Path, cli: Cli) -> None:
+    whole = ("-s", "train.evaluation_tokens=30000")
+    done = cli("train", verse, *QUICK, *whole, "--seed", "4", "-o", "mine", "--json")
+    report = json.loads(done.stdout)
+    assert report["run"] == "mine"
+    assert report["step"] == 6
+    assert set(report["losses"]) == {"train", "val"}
+    again = json.loads(cli("evaluate", "mine", "--json").stdout)
+    assert report["losses"]["val"]["nats_per_char"] == pytest.approx(again["nats_per_char"])
+    assert load_config("mine/config.yaml").seed == 4
 
 
-def test_the_bar_does_not_show_the_loss_of_the_untrained_model(verse: Path, tmp_path: Path) -> None:
-    created = create_run(tiny(verse, *STEPS), tmp_path / "run")
-    view = StepView(created)
-    losses = {}
-    for report in created.reports():
-        view.show(report)
-        if report.validation is not None:
-            losses[report.step] = report.validation.nats_per_char
-    assert list(losses) == [0, 3, 6]
-    assert view.validation == [losses[3], losses[6]]
+def test_train_without_a_text_uses_the_embedded_one(cli: Cli) -> None:
+    done = cli("train", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert "python-docs" in done.stderr
+    assert Path("runs/python-docs-gpt").is_dir()
 
 
-@pytest.mark.parametrize(("every", "save_every"), [(3, 3), (100, 3), (100, 1)])
-def test_at_the_deadline_the_run_is_evaluated_saved_and_stops(
-    verse: Path, tmp_path: Path, notes: list[str], every: int, save_every: int
+def test_a_yaml_file_configures_a_run(verse: Path, cli: Cli) -> None:
+    Path("mine.yaml").write_text("model: {kind: bigram}\noptim: {name: adamw, lr: 1e-1}\n")
+    assert cli("train", verse, "-c", "mine.yaml", *QUICK).returncode == 0
+    config = load_run("runs/lighthouse-bigram").config
+    assert config.optim.lr == 0.1
+    assert config.text.path == str(verse)
+    assert config.device == "cpu"
+
+
+def test_a_second_run_never_overwrites_the_first(verse: Path, cli: Cli) -> None:
+    for seed in ("1", "9"):
+        assert cli("train", verse, *QUICK, "--seed", seed, "--out", "mine", "--force").stdout
+    pointers = [Path(name, "checkpoints/latest.json") for name in ("mine.old", "mine")]
+    assert pointers[0].read_bytes() != pointers[1].read_bytes()
+    for name in ("runs/lighthouse-gpt", "runs/lighthouse-gpt-2"):
+        assert cli("train", verse, *QUICK).returncode == 0
+        assert Path(name).is_dir()
+
+
+@pytest.mark.parametrize("is_same_command", [False, True])
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
+    is_same_command: bool, verse: Path, cli: Cli
 ) -> None:
-    config = tiny(verse, "schedule.cooldown=0.5", *STEPS, f"train.evaluate_every={every}")
-    config = config.with_values({"train.save_every": save_every})
-    created = create_run(config, tmp_path / "run")
-    trainer = created.trainer
-    end_after(created, 5)
-    run_steps(created)
-    message = " ".join(notes)
-    assert "the machine slowed down: stopped at step 5" in message
-    assert "give a longer budget" in message
-    step = trainer.state.step
-    assert step == 5 < trainer.config.train.max_steps
-    assert load_run(tmp_path / "run", "latest").step == step
-    assert trainer.state.best_step == load_run(tmp_path / "run").step == step
-    assert load_run(tmp_path / "run").state.best_step == step
-    assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
+    whole = ["train", verse, *QUICK, "-s", "schedule.cooldown=0", "--out"]
+    shorter = [str(word).replace("max_steps=6", "max_steps=3") for word in whole]
+    assert cli(*whole, "whole").returncode == 0
+    assert cli(*shorter, "parts", "--resume").returncode == 0
+    command = ["train", "--resume", "parts", "-s", "train.max_steps=6"]
+    if is_same_command:
+        command = [*whole, "parts", "--resume", "--device", "auto"]
+    done = cli(*command)
+    assert done.returncode == 0, done.stderr
+    assert "resuming parts from step 3" in done.stderr
+    model = "checkpoints/step-00000006/model.safetensors"
+    assert Path("whole", model).read_bytes() == Path("parts", model).read_bytes()
+    again = cli(*command)
+    assert again.returncode == (0 if is_same_command else 2)
+    assert "has done all its 6 steps" in again.stderr
 
 
-@pytest.mark.parametrize("every", [39, 100])
-def test_a_run_that_the_deadline_ends_after_nearly_all_steps_is_finished(
-    verse: Path, tmp_path: Path, notes: list[str], every: int
-) -> None:
-    config = tiny(verse, "schedule.cooldown=0.5", f"train.evaluate_every={every}")
-    created = create_run(config.with_values({"train.max_steps": 40}), tmp_path / "run")
-    end_after(created, 39)
-    run_steps(created)
-    assert not any("slowed down" in note for note in notes)
-    run = load_run(tmp_path / "run")  # the best, whose checkpoint may have been saved twice
-    assert not run.notes
-    assert run.state.best_step == run.step == 39 == run.config.train.max_steps
-    assert summarize(tmp_path / "run").status == "finished"
-    factors = [
-        [lr_factor_at(step, each.schedule, each.train.max_steps) for step in range(39)]
-        for each in (config.with_values({"train.max_steps": 40}), run.config)
-    ]
-    assert factors[0] == factors[1]
-
-
-def test_interrupting_the_closing_table_says_that_all_steps_are_saved(
+def test_resume_takes_the_same_text_from_anywhere_and_rejects_others_and_other_settings(
     verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+    options = [*QUICK, "--out", "mine", "--resume"]
+    assert cli("train", verse, *options).returncode == 0
+    shutil.copy(verse, "moved.txt")
+    assert "has done all its 6 steps" in cli("train", "moved.txt", *options).stderr
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(verse.read_bytes())))
+    done = cli("train", "-", *options, "-s", "train.max_steps=8")
+    assert done.returncode == 0, done.stderr
+    assert "resuming mine from step 6" in done.stderr
+    Path("other.txt").write_text(verse.read_text() + "!")
+    message = refusal(cli("train", "other.txt", *options, "-s", "train.max_steps=9"))
+    assert "other.txt is not the text that the run was trained on" in message
+    for more, key in (
+        (("-s", "seed=9"), "seed"),
+        (("-c", "bigram"), "model.kind"),
+        (("--encoding", "latin-1"), "text.encoding"),
+    ):
+        assert f"{key} cannot change" in refusal(cli("train", verse, *options, *more))
 
-    monkeypatch.setattr("chargpt.cli.summary.load_run", interrupted)
-    settings = [word for setting in (*TINY, *STEPS) for word in ("-s", setting)]
-    done = cli("train", verse, *settings, "--out", "mine")
-    assert done.returncode == 130
-    assert "the run is saved in mine, " in done.stderr
-    assert load_run(Path("mine"), "latest").step == 6
 
-
-def test_a_budget_that_has_run_out_before_the_first_step_still_trains_one(
-    verse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", ["no manifests", "other files", "a link"])
+def test_resume_never_replaces_files_that_it_cannot_resume(
+    kind: str, trained: Path, verse: Path, cli: Cli, tmp_path: Path
 ) -> None:
-    created = create_run(tiny(verse, *STEPS), tmp_path / "run")
-    created.pace = Pace(Deadline(5.0, 0.0, lambda: 100.0))
-    run_steps(created)
-    assert created.trainer.state.step == 1
-    show_result(created)
-    printed = capsys.readouterr()
-    assert "this took 100 s instead of 5 s" in printed.err
-    assert "trained 1 step in" in printed.out
-    assert load_run(tmp_path / "run", "latest").step == 1
+    checkpoints = Path("mine/checkpoints")
+    if kind == "other files":
+        checkpoints.mkdir(parents=True)
+        Path("mine/config.yaml").write_text("theirs: true")
+        (checkpoints / "epoch10.pt").write_bytes(b"precious")
+    else:
+        shutil.copytree(trained, "mine")
+    if kind == "no manifests":
+        for manifest in Path("mine").rglob("manifest.json"):
+            manifest.unlink()
+    elif kind == "a link":
+        checkpoints.rename("scratch")
+        checkpoints.symlink_to(tmp_path / "not-mounted")
+    before = sorted(Path("mine").rglob("*"))
+    refusal(cli("train", verse, *QUICK, "--out", "mine", "--resume"))
+    assert sorted(Path("mine").rglob("*")) == before
 
 
-def test_threads_that_became_faster_are_used_and_recorded(
-    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str]
+def test_resume_restarts_a_run_without_a_checkpoint(verse: Path, cli: Cli) -> None:
+    args = ["train", verse, *QUICK, "--out", "mine", "--resume"]
+    assert cli(*args).returncode == 0
+    for left in Path("mine/checkpoints").iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    Path("mine/checkpoints/step-00000003.tmp").mkdir()
+    assert cli(*args).returncode == 0
+
+
+def test_a_run_whose_text_has_changed_resumes_with_its_own_and_says_so(
+    verse: Path, cli: Cli
 ) -> None:
-    created = create_run(tiny(verse, *STEPS, "schedule.cooldown=0"), tmp_path / "run")
-    monkeypatch.setattr(trainer_module, "SPEED_SECONDS", 0.0)
-    tuner = ThreadTuner(4)
-    monkeypatch.setattr(tuner, "update", lambda speed: 3 if speed else None)
-    created.pace = Pace(Deadline.from_budget(1000.0), thread_tuner=tuner)
-    run_steps(created)
-    assert any("continuing with threads=3" in note for note in notes)
-    assert load_config(tmp_path / "run" / "config.yaml").threads == 3
-    assert load_run(tmp_path / "run", "latest").config.threads == 3
+    shutil.copy(verse, "novel.txt")
+    cli("train", "novel.txt", *QUICK)
+    before = json.loads(cli("evaluate", "--json").stdout)["nats_per_char"]
+    Path("novel.txt").write_text("Quite another text, xyz. " * 400)
+    assert json.loads(cli("evaluate", "--json").stdout)["nats_per_char"] == before
+    done = cli("train", "--resume", "-s", "train.max_steps=8")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "has changed" in line]
+    assert line == (
+        "novel.txt has changed since the run began, and the run keeps its own copy; `chargpt train "
+        "TEXT --from runs/novel-gpt` trains on the new text"
+    )
 
 
-@pytest.mark.parametrize(("before", "after"), [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0)])
-def test_a_budget_is_met_when_the_step_time_changes(
-    before: float,
-    after: float,
-    verse: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    notes: list[str],
+def test_a_run_in_use_is_rejected(trained: Path, verse: Path, cli: Cli) -> None:
+    shutil.copytree(trained, "run")
+    with RunFolder(Path("run")).locked():
+        for args in (["--resume", "run"], [verse, *QUICK, "--out", "run", "--force"]):
+            assert "another process is training into run" in refusal(cli("train", *args))
+
+
+def test_a_run_that_does_not_fit_on_the_disk_is_rejected_before_it_starts(
+    verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds, changes_at = 400.0, 150
-    max_steps = f"train.max_steps={int(0.9 * seconds / before)}"
-    created = create_run(tiny(verse, "schedule.cooldown=0.7", max_steps), tmp_path / "run")
-    trainer, clock = created.trainer, Clock()
-    advance = trainer.train_step
-
-    def timed_advance() -> Any:
-        clock.now += before if clock.now < changes_at else after
-        return advance()
-
-    monkeypatch.setattr(trainer, "train_step", timed_advance)
-    deadline = Deadline.from_budget(seconds, 0.0, clock)
-    created.pace, until = Pace(deadline), deadline.remaining
-    run_steps(created)
-    assert 0.9 * until < clock.now <= until < seconds
-    assert trainer.finished, "the run stopped before its last step"
-    assert not any("slowed down" in note for note in notes)
-    assert load_config(tmp_path / "run" / "config.yaml") == trainer.config
+    monkeypatch.setattr("chargpt.text.prepare.MIN_FREE_BYTES", -(10**9))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10))
+    message = refusal(cli("train", verse, *QUICK, "--out", "run"))
+    assert "of disk for 4 checkpoints" in message
+    assert not Path("run").exists()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "report_seconds", "report_tokens"), [(100.0, 0, 0), (300.0, 2, 40_000)]
-)
-def test_a_budget_reserves_the_measured_time_of_scoring(
-    seconds: float,
-    report_seconds: int,
-    report_tokens: int,
-    verse: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_diverged_run_is_reported_as_such(verse: Path, cli: Cli) -> None:
+    args = [w.replace("max_steps=6", "max_steps=30") for w in QUICK]
+    args += ["-s", "optim.lr=3", "-s", "optim.matrix_lr=0.8"]
+    done = cli("train", verse, *args, "-s", "schedule.cooldown=0", "--out", "diverged")
+    assert done.returncode == 0, done.stderr
+    assert "The training diverged" in done.stdout
+    assert "no checkpoint is better than the weights at the start" in done.stdout
+    # at most the defaults
+    assert "lower learning rates, such as -s optim.lr=0.02 -s optim.matrix_lr=0.05" in done.stdout
+    assert "over-fits" not in done.stdout
+
+
+TEXTS: dict[str, bytes] = {
+    "windows line ends": b"Zeile eins\r\nZeile zwei\r\n" * 100,
+    "a byte order mark": b"\xef\xbb\xbf" + b"It was a dark and stormy night. " * 50,
+    "utf-16": ("Der Fluß war breit und kühl.\n" * 60).encode("utf-16"),
+    "cyrillic": ("Все счастливые семьи похожи друг на друга.\n" * 60).encode(),
+    "chinese": ("天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏\n" * 60).encode(),
+    "emoji with joiners": ("a 👩‍👩‍👧 family 👨🏽‍🚀 and a flag 🏳️‍🌈\n" * 60).encode(),
+    "one line": b"no line end at all, " * 5000,
+    "gzip": gzip.compress(b"To be, or not to be, that is the question. " * 60),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_common_encodings_and_scripts_train(name: str, cli: Cli) -> None:
+    path = Path("text.txt.gz" if name == "gzip" else "text.txt")
+    path.write_bytes(TEXTS[name])
+    done = cli("train", path, *QUICK)
+    assert done.returncode == 0, done.stderr
+    tokens = load_run(next(Path("runs").iterdir())).tokenizer.characters
+    assert "\ufeff" not in tokens
+    assert ("\r" in tokens) == (name == "windows line ends")
+
+
+def test_an_encoding_is_named_and_bytes_that_do_not_decode_are_replaced_if_asked(
+    verse: Path, cli: Cli
 ) -> None:
-    monkeypatch.setattr(Trials, "__call__", lambda self, *_: 1e5)
-    token_seconds = 2.0 / TIMED_TOKENS  # scoring these takes two seconds
-    monkeypatch.setattr(Trials, "measure_scoring", lambda self: token_seconds)
-    clock = Clock()
-    fixed = {word.split("=")[0] for word in (*TINY, *STEPS[1:])}
-    deadline = Deadline.from_budget(seconds, 0.0, clock)
-    created = create_run(tiny(verse, *STEPS), tmp_path / "run", deadline, fixed)
-    corpus, config = created.trainer.corpus, created.trainer.config
-    clock.now = 10.0
-    val = len(corpus.split("val"))
-    limit = config.train.evaluation_tokens
-    scored = sum(min(limit, len(corpus.split(name))) for name in ("train", "val"))
-    n_mixture = len(corpus.split("mixture"))
-    scored += report_tokens + n_mixture + round(1.3 * min(limit, val))  # the mixture
-    closing = RESERVE.seconds + 1.3 * token_seconds * scored + report_seconds
-    closing += mixture_seconds(corpus)
-    assert created.pace is not None
-    assert created.pace.deadline.remaining == pytest.approx(seconds - 10 - closing)
-
-
-def test_the_plan_leaves_time_for_the_mixture(
-    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    available = []
-
-    def planned(config: Config, corpus: Corpus, deadline: Deadline, *_: object) -> Plan:
-        available.append(deadline.remaining)
-        return Plan(config, 1e5, size_was_chosen=False, step_limit=1000)
-
-    monkeypatch.setattr(budget_module, "plan", planned)
-    monkeypatch.setattr(Trials, "measure_scoring", lambda self: 1e-6)
-    for name, fixed in (("with", ()), ("without", ("text.mixture_characters",))):
-        deadline = Deadline.from_budget(10.0, 0.0, Clock())
-        created = create_run(tiny(verse, *STEPS), tmp_path / name, deadline, fixed)
-        assert bool(len(created.trainer.corpus.split("mixture"))) == (name == "with")
-    counted = 0.9 * len(verse.read_text(encoding="utf-8")) / 1e6
-    expected = RESERVE.gate_seconds + RESERVE.counting_seconds * counted
-    assert available[1] - available[0] == pytest.approx(expected, abs=0.001)
-
-
-class SignalOnDeletion:
-    """Sends a signal while Python deletes it, when the exceptions of handlers are ignored."""
-
-    def __del__(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_signal_whose_exception_python_ignores_still_ends_the_command(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    reached = []
-
-    def command() -> None:
-        with catch_signals():
-            SignalOnDeletion()
-            reached.append("the end")
-
-    with pytest.raises(Stopped) as stopped:
-        command()
-    assert reached
-    assert stopped.value.number == signal.SIGTERM
-    assert "ignored" not in capfd.readouterr().err
-
-
-def test_such_a_signal_before_the_first_step_still_saves_the_run(
-    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def create_and_signal(*words: Any, **options: Any) -> Session:
-        created = start_run(*words, **options)
-        SignalOnDeletion()
-        return created
-
-    monkeypatch.setattr("chargpt.training.start.start_run", create_and_signal)
-    words = [word for setting in (*TINY, *STEPS) for word in ("-s", setting)]
-    with pytest.raises(Stopped) as stopped:
-        CliRunner().invoke(app, ["train", str(verse), *words, "--out", str(tmp_path / "run")])
-    assert stopped.value.number == signal.SIGTERM
-    assert load_run(tmp_path / "run", device="cpu").step < 3
-
-
-def test_speeds_are_in_characters_and_models_by_their_kind(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    corpus = load_corpus(TextConfig(min_count=300), text="sea é light è\n" * 200)
-    assert corpus.characters_per_token < 0.9
-    trainer = trainer_module.Trainer(load_config("bigram"), corpus)
-    planned = Plan(Config(), 1e6, size_was_chosen=True, step_limit=9)
-    cost, pace = Cost(1, 1, 1, 1.0, 1, 1.0), Pace(Deadline.from_budget(10.0), planned)
-    show_plan(Session(trainer, RunFolder(Path("run")), None, cost, pace))
-    expected = f"{1e6 * corpus.characters_per_token:,.0f} characters/s"
-    assert expected in capfd.readouterr().err
-    report = trainer_module.StepReport(50, 100)
-    trainer.speed_since = 0, time.perf_counter() - 1000
-    trainer._measure_speed(report)
-    n_characters = 50 * trainer.config.tokens_per_step * corpus.characters_per_token
-    assert report.speed == pytest.approx(n_characters / 1000, rel=0.01)
-    assert trainer.speed_since[0] == 50  # the next one is measured from here on
-    assert describe_model(ModelConfig(kind="gpt2")).startswith("gpt2 4 layers")
+    Path("old.txt").write_bytes("“Café” – naïve\n".encode("cp1252") * 100)
+    assert cli("train", "old.txt", "--encoding", "cp1252", *QUICK).returncode == 0
+    assert "é" in load_run("runs/old-gpt").tokenizer.characters
+    done = cli("train", "old.txt", *QUICK, "--encoding-errors", "replace", "-o", "run")
+    assert "bytes that do not decode, replaced by U+FFFD: 400" in done.stderr
+    assert cli("evaluate", "run", "--text", "old.txt").returncode == 0

@@ -133,7 +133,7 @@ def test_pictures_and_pages_are_written(cli: Cli, verse: Path) -> None:
     twice = ("--section", "attention", "--section", "attention", "--plot", "again.png")
     assert cli("explain", "mine", *twice).returncode == 0
     other = cli("explain", "mine", "--section", "mask", "--plot", "none.png")
-    assert "the section attention, which --section leaves out; drop --section" in refusal(other)
+    assert "the section attention of a trained gpt; name the run of one, and with" in refusal(other)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_pictures_and_pages_are_written(cli: Cli, verse: Path) -> None:
         (["--plot", "a.gif"], "a.gif must end in .svg or .png"),
         (
             ["--plot", "a.png", "--section", "attention"],
-            "lighthouse.txt is not; name the run of one, or train it with",
+            "--plot draws the section attention of a trained gpt; name the run",
         ),
         (["--device", "cpu"], "--device applies to a run, not a text; drop it"),
     ],

@@ -1,18 +1,14 @@
 """Unusual but valid conditions: killed and stopped processes, large numbers, copies, -O."""
 
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Cli, refusal
+from conftest import REPOSITORY, Cli, refusal, start_cli
 
-from chargpt.store.checkpoint import list_checkpoints
 from chargpt.store.run import load_run
 
 pytestmark = pytest.mark.slow
@@ -22,25 +18,15 @@ TINY = (
 ).split()
 
 
-def start(*words: object, cwd: Path, prefix: str = "") -> subprocess.Popen[bytes]:
-    command = f'{prefix} exec "$@"'
-    return subprocess.Popen(
-        ["bash", "-c", command, "bash", sys.executable, "-m", "chargpt", *map(str, words)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
 def test_a_run_that_is_moved_away_while_it_trains_is_saved_again(
     verse: Path, tmp_path: Path
 ) -> None:
     long = "-s train.max_steps=100000 -s train.save_every=5 --out r".split()
-    process = start("train", verse, *TINY, *long, cwd=tmp_path)
+    process = start_cli("train", verse, *TINY, *long, cwd=tmp_path)
+    latest = tmp_path / "r" / "checkpoints" / "latest.json"
     for folder in ("r", "away"):
         end = time.monotonic() + 60
-        while not list_checkpoints(tmp_path / "r" / "checkpoints"):
+        while not latest.exists():
             assert time.monotonic() < end, process.communicate(timeout=5)
             time.sleep(0.05)
         if folder == "r":
@@ -54,13 +40,14 @@ def test_a_run_that_is_moved_away_while_it_trains_is_saved_again(
 def test_a_process_that_was_stopped_beyond_its_budget_saves_and_ends(
     verse: Path, tmp_path: Path
 ) -> None:
-    process = start("train", verse, "--budget", "9s", "--out", "r", cwd=tmp_path)
-    end = time.monotonic() + 60
+    small = "-s model.n_layer=1 -s model.n_embd=16 -s model.block_size=16".split()
+    start = time.monotonic()
+    process = start_cli("train", verse, *small, "--budget", "9s", "--out", "r", cwd=tmp_path)
     while not (tmp_path / "r" / "config.yaml").exists():
-        assert time.monotonic() < end, process.communicate()
+        assert time.monotonic() < start + 60, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(9)
+    time.sleep(max(0, start + 10 - time.monotonic()))
     process.send_signal(signal.SIGCONT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -68,7 +55,7 @@ def test_a_process_that_was_stopped_beyond_its_budget_saves_and_ends(
 
 
 def test_few_open_files_are_enough(verse: Path, tmp_path: Path) -> None:
-    process = start("train", verse, *TINY, "--out", "r", cwd=tmp_path, prefix="ulimit -n 40;")
+    process = start_cli("train", verse, *TINY, "--out", "r", cwd=tmp_path, shell="ulimit -n 40;")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
 
@@ -85,14 +72,9 @@ def test_a_vocabulary_of_a_hundred_thousand_characters(cli: Cli, tmp_path: Path)
 
 def test_python_without_assertions_and_docstrings(verse: Path, tmp_path: Path) -> None:
     for words in (["train", verse, *TINY, "--out", "r"], ["sample", "r"]):
-        done = subprocess.run(
-            [sys.executable, "-OO", "-m", "chargpt", *map(str, words)],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            capture_output=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        process = start_cli(*words, cwd=tmp_path, shell="export PYTHONOPTIMIZE=2;")
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
 
 
 def test_a_run_is_used_through_a_link_and_after_being_zipped(tmp_path: Path) -> None:
@@ -108,9 +90,9 @@ def test_a_run_is_used_through_a_link_and_after_being_zipped(tmp_path: Path) -> 
 
 
 def test_of_three_processes_on_one_new_folder_one_trains(verse: Path, tmp_path: Path) -> None:
-    processes = [start("train", verse, *TINY, "--out", "r", cwd=tmp_path) for _ in range(3)]
+    processes = [start_cli("train", verse, *TINY, "--out", "r", cwd=tmp_path) for _ in range(3)]
     outputs = [process.communicate(timeout=120) for process in processes]
     codes = [process.returncode for process in processes]
     assert sorted(codes) == [0, 2, 2], outputs
-    assert all(b"Traceback" not in err for _, err in outputs)
+    assert all("Traceback" not in err for _, err in outputs)
     assert load_run(tmp_path / "r", device="cpu").step

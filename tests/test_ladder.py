@@ -6,6 +6,7 @@ import lzma
 import math
 import shutil
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 from conftest import Cli, refusal
@@ -63,6 +64,11 @@ def test_interval_is_students_t() -> None:
     assert estimate.value == 2
     assert estimate.margin == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
     assert Estimate.from_values([1.5]) == Estimate(1.5, None)
+    quantiles = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+    for count, quantile in enumerate(quantiles, 2):
+        values = [float(i) for i in range(count)]
+        wanted = quantile * stdev(values) / math.sqrt(count)
+        assert Estimate.from_values(values).margin == pytest.approx(wanted, rel=1e-3)
     # an offset common to both rungs of a seed does not widen the interval
     paired = paired_gain([1.0, 2.0, 3.0], [0.9, 1.9, 2.9])
     assert paired.value == pytest.approx(0.1)
@@ -136,7 +142,6 @@ def test_baselines_and_compressors_score_the_same_characters(
     val = corpus.split("val")[:501]
     levels = Baselines(corpus).losses(val)
     assert ngram_loss(corpus, NGRAM_ORDER) == pytest.approx(levels[NGRAM], abs=1e-6)
-    assert ngram_loss(corpus, 2) > ngram_loss(corpus, 3) > ngram_loss(corpus, 4)
     bigram = BigramLM.from_counts(corpus.pair_counts("train"), 1000, alpha=0.1)
     own = evaluate_tokens(bigram, val)
     assert own.characters == 500
@@ -148,17 +153,23 @@ def test_baselines_and_compressors_score_the_same_characters(
     assert compressed_losses(corpus)["xz -9"] == pytest.approx(8 * math.log(2) * added / 501)
 
 
+def test_ngram_loss_equals_the_baseline_and_falls_with_the_order(verse: Path) -> None:
+    corpus = corpus_of(verse)
+    assert ngram_loss(corpus, NGRAM_ORDER) == pytest.approx(val_losses(corpus)[NGRAM], abs=1e-6)
+    assert ngram_loss(corpus, 2) > ngram_loss(corpus, 3) > ngram_loss(corpus, 4)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["--seeds", "2"], "--seeds applies only to --ladder; add --ladder"),
-        (["--ladder", "-c", "bigram"], "the ladder needs a gpt with all components"),
-        (["--ladder", "-s", "model.n_head=1"], "set model.n_layer and model.n_head to 2 or more"),
-        (["--ladder", "-s", "model.qk_norm=false"], "and model.qk_norm at their defaults"),
-        (["--models", " , "], "--models names no model; give bigram, gpt or both"),
+        (["--ladder", "-c", "bigram"], "the ladder needs a gpt with several layers"),
+        (["--ladder", "-s", "model.n_head=1"], "and model.n_layer and model.n_head to 2 or more"),
+        (["--ladder", "-s", "model.qk_norm=false"], "leave them at their defaults"),
+        (["--models", " , "], "there is no model '' to compare; there are bigram, gpt"),
         (["--ladder", "--plot", "a.jpg"], "a.jpg must end in .svg or .png; rename it"),
-        (["--ladder", "other.txt"], "--ladder needs one text; name no runs"),
-        (["--ladder", "--models", "gpt"], "--ladder trains a fixed list of models; drop --models"),
+        (["--ladder", "other.txt"], "lighthouse.txt is not a run; give one text, or only runs"),
+        (["--ladder", "--models", "gpt"], "--models does not apply to --ladder, whose models are"),
         (["--ladder", "--seeds", "11"], "Invalid value for '--seeds'"),
         (["--ladder", "-s", "model.block_size=9000"], "model.block_size 9,000 needs 9,001 of each"),
         (["--ladder", "--out", "taken"], "taken/8-1337 exists; continue it with --resume"),

@@ -249,7 +249,7 @@ def test_the_mixture_belongs_to_one_checkpoint(copy: Path, cli: Cli) -> None:
     assert "is that of step 40, not of step 20" in message
     rates = ("-s", "optim.lr=1", "-s", "optim.matrix_lr=1")
     resumed = cli("train", "--resume", "run", "-s", "train.max_steps=45", *rates)
-    assert "The 5 further steps did not lower the validation loss." in resumed.stdout
+    assert "The steps after 40 did not lower the validation loss." in resumed.stdout
     shown = cli("evaluate", "run", "--checkpoint", "latest").stderr
     assert "is that of step 40, not of step 45; use that checkpoint\n" in shown
 

@@ -25,12 +25,6 @@ TINY = (
 PAGE = b'<meta name="generator" content="chargpt">'
 
 
-def test_messages_keep_tabs_and_spaces_off_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    text = "def f():\n\treturn 1  \n\n  # done"  # a sample of code
-    console.say(text)
-    assert capfd.readouterr().err == text + "\n"
-
-
 # -- files -------------------------------------------------------------------------------------
 
 
@@ -82,28 +76,6 @@ def test_a_device_stays_a_device(tmp_path: Path) -> None:
     os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     write_output(path, PAGE)
     assert stat.S_ISCHR(path.stat().st_mode)
-
-
-@pytest.mark.slow
-def test_pages_and_pictures_are_written_again_and_other_files_are_not(
-    cli: Cli, verse: Path
-) -> None:
-    assert cli("train", verse, *TINY, "--out", "r").returncode == 0
-    for words in (
-        ("report", "r", "--out", "a.html"),
-        ("explain", "r", "--html", "b.html"),
-        ("explain", "r", "--plot", "c.svg"),
-        ("explain", "r", "--plot", "d.png"),
-        ("compare", "r", "--plot", "e.png"),
-    ):
-        for _ in range(2):
-            done = cli(*words)
-            assert done.returncode == 0, done.stderr
-        Path(words[-1]).write_text("mine")
-        assert "was not made by chargpt" in refusal(cli(*words))
-        assert Path(words[-1]).read_text() == "mine"
-    for path in (".", "/", ""):
-        assert "Traceback" not in cli("report", "r", "--out", path).stderr
 
 
 # -- streams -----------------------------------------------------------------------------------
@@ -204,7 +176,7 @@ def test_a_text_is_compressed_and_restored_through_pipes(russian: Path) -> None:
 # -- names and encodings -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["😀.txt", "d[/b].txt", "x[abridged].txt", "повесть.txt", 'a"\\b'])
+@pytest.mark.parametrize("name", ["😀.txt", "d[/b].txt", "x[abridged].txt", 'a"\\b'])
 def test_any_name_of_a_text_is_trained_on_resumed_and_shown(
     cli: Cli, verse: Path, name: str
 ) -> None:
@@ -253,6 +225,9 @@ def test_spaces_and_joiners_of_every_script_are_printed(
     text = "a\u00a0b\u3000c\u2009d\u200ce\u200df\u00adg"
     console.out(text)
     assert capsys.readouterr().out == text + "\n"
+    code = "def f():\n\treturn 1  \n\n  # done"  # of a sample
+    console.say(code)
+    assert capsys.readouterr().err == code + "\n"
     console.out("\u202e\u2028\ufeff")  # may reorder or break a line
     assert capsys.readouterr().out == 3 * "\N{REPLACEMENT CHARACTER}" + "\n"
 
@@ -320,13 +295,10 @@ def test_several_trainings_at_once_each_get_a_folder(verse: Path, tmp_path: Path
     [
         ("one two three", 7, ["one two", "three"]),
         ("a word-that-is-longer than it", 10, ["a", "word-that-is-longer", "than it"]),
-        ("表はタブ変換、abc", 8, ["表はタブ", "変換、", "abc"]),
         ("two  spaces", 20, ["two  spaces"]),
     ],
 )
-def test_a_paragraph_is_broken_at_spaces_and_between_wide_characters(
-    text: str, width: int, lines: list[str]
-) -> None:
+def test_a_paragraph_is_broken_at_spaces_only(text: str, width: int, lines: list[str]) -> None:
     assert console.fill(text, width).split("\n") == lines
     indented = console.fill(text, width + 2, "  ", "  ").split("\n")
     assert indented == [f"  {line}" for line in lines]

@@ -54,7 +54,7 @@ def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPa
             args += [*SHORT, "--device", "cpu"]
         if "--ladder" in args:  # it trains models with several heads and layers
             args += ["-s", "model.n_layer=2", "-s", "model.n_head=2"]
-        if "--budget" in args:  # a budget excludes max_steps: see test_cli.py
+        if "--budget" in args:  # a budget excludes max_steps: see test_cli_budget.py
             del args[args.index("--budget") : args.index("--budget") + 2]
             args += ["-s", "text.mixture_characters=500"]  # as a budget sets it
         if args[1] == "train" and "--resume" in args:
@@ -81,7 +81,8 @@ def test_every_setting_that_the_readme_names_exists() -> None:
 @pytest.mark.slow
 def test_the_python_of_the_readme_runs(verse: Path, tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    block = block.replace('budget="3m"', 'budget="10s"')
+    small = {"model.n_layer": 1, "model.n_embd": 32, "model.block_size": 32}
+    block = block.replace('budget="3m"', f'budget="5s", settings={small}')
     shutil.copy(verse, tmp_path / "novel.txt")
     done = subprocess.run(
         [sys.executable, "-c", block],

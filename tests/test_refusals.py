@@ -1,336 +1,148 @@
-"""Damaged, hostile or inconsistent run folders are rejected with a message that names the file."""
+"""What commands refuse: one sentence with cause and remedy, and the exit code."""
 
-import json
-import os
+import shlex
 import shutil
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
-from saving import CONFIG, TOKENIZER, rewrite, save
+from conftest import Cli
 
-from chargpt.errors import ChargptError, RunError
-from chargpt.models import count_parameters, rotary_bytes
-from chargpt.store import commit
-from chargpt.store.checkpoint import MODEL, OPTIMIZER
-from chargpt.store.folder import RunFolder
-from chargpt.store.run import load_run
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
-    return RunFolder(tmp_path / "run").create(CONFIG, TOKENIZER)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_every_flipped_bit_is_detected(run: RunFolder, name: str, notes: list[str]) -> None:
-    save(run, 1, best=True)
-    path = save(run, 2, best=True) / name
-    content = bytearray(path.read_bytes())
-    for place in range(0, len(content), max(1, len(content) // 20)):
-        damaged = bytearray(content)
-        damaged[place] ^= 1
-        path.write_bytes(damaged)
-        with pytest.raises(RunError, match="changed since it was saved"):
-            commit.read(path.parent, {name: len(content)})
-    assert run.load("best").state.step == 1
-    assert name in notes[0]
-
-
-def test_truncated_and_missing_files_are_rejected(run: RunFolder) -> None:
-    folder = save(run, 1, best=True)
-    model, state = folder / "model.safetensors", folder / "state.json"
-    whole = model.read_bytes()
-    for size in (0, 1, 8, len(whole) // 2, len(whole) - 1):
-        model.write_bytes(whole[:size])
-        with pytest.raises(RunError, match="changed since"):
-            load_run(run.path, device="cpu")
-    model.write_bytes(whole)
-    kept = state.read_bytes()
-    state.unlink()
-    with pytest.raises(RunError, match=r"state\.json"):
-        load_run(run.path, device="cpu")
-    state.write_bytes(kept)
-    assert load_run(run.path, device="cpu").step == 1
-    (folder / "manifest.json").unlink()
-    with pytest.raises(RunError):
-        load_run(run.path, device="cpu")
-
-
-def test_a_manifest_cannot_reach_outside_its_folder(run: RunFolder, tmp_path: Path) -> None:
-    folder = save(run, 1)
-    secret = tmp_path / "secret"
-    secret.write_text("x")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["../../../secret"] = manifest["files"].pop("state.json")
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(RunError, match=r"state\.json has changed"):
-        load_run(run.path, device="cpu")
-
-
-def test_weights_of_another_shape_or_not_finite_are_rejected(run: RunFolder) -> None:
-    save(run, 1, best=True, fill=float("nan"))
-    with pytest.raises(RunError, match="is NaN or infinite"):
-        load_run(run.path, device="cpu")
-    save(run, 2)
-    narrow = CONFIG.with_values({"model.n_embd": 8})
-    rewrite(run.checkpoints / "step-00000002", "config.yaml", narrow.to_yaml().encode())
-    with pytest.raises(RunError, match=r"do not match its config|larger than"):
-        load_run(run.path, "2", "cpu")
-
-
-def test_a_config_of_terabytes_is_rejected_before_its_weights_are_read(run: RunFolder) -> None:
-    folder = save(run, 1)
-    huge = CONFIG.with_values({"model.n_embd": 65536, "model.n_layer": 256})
-    rewrite(folder, "config.yaml", huge.to_yaml().encode())
-    os.truncate(folder / "model.safetensors", 10**13)  # sparse: it takes no disk
-    with pytest.raises(ChargptError, match="GB of memory"):
-        load_run(run.path, "1", "cpu")
-
-
-def test_weights_larger_than_their_config_allows_are_not_read(run: RunFolder) -> None:
-    folder = save(run, 1)
-    weights = (folder / "model.safetensors").read_bytes()
-    rewrite(folder, "model.safetensors", weights + bytes(10**6))
-    with pytest.raises(RunError, match="larger than"):
-        load_run(run.path, "1", "cpu")
-
-
-@pytest.mark.parametrize("kind", ["link to a file", "link to a folder", "pipe"])
-def test_links_and_pipes_are_rejected_without_opening_them(
-    kind: str, run: RunFolder, tmp_path: Path
-) -> None:
-    folder = save(run, 1)
-    victim = folder if "folder" in kind else folder / "model.safetensors"
-    shutil.move(victim, tmp_path / "away")
-    if kind == "pipe":
-        os.mkfifo(victim)
-    else:
-        victim.symlink_to(tmp_path / "away")
-    with pytest.raises(RunError, match=r"not a regular file|symbolic link"):
-        load_run(run.path, device="cpu")
-
-
-def test_a_renamed_checkpoint_is_rejected(run: RunFolder) -> None:
-    save(run, 1).rename(run.checkpoints / "step-00000005")
-    with pytest.raises(RunError, match="it is of another step"):
-        load_run(run.path, "5", "cpu")
-
-
-def test_a_malformed_state_is_rejected(run: RunFolder) -> None:
-    folder = save(run, 1)
-    for content in (
-        b"[]",
-        b"{}",
-        b'{"step": 2}',
-        b'{"step": "1"}',
-        b'{"step": 1, "seconds": "x"}',
-        b'{"step": 1, "seconds": 1%s}' % (b"0" * 400),
-        b'{"step": 1, "seconds": NaN}',
-    ):
-        rewrite(folder, "state.json", content)
-        with pytest.raises(RunError, match=r"state\.json is malformed \("):
-            load_run(run.path, "1", "cpu")
-
-
-def edit_manifest(folder: Path, **changes: object) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, **changes}))
-
-
-def with_header(header: dict[str, object]) -> bytes:
-    """Return a safetensors file that consists of a header."""
-    content = json.dumps(header).encode()
-    return len(content).to_bytes(8, "little") + content
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "manifest not an object": (
-        lambda folder: (folder / "manifest.json").write_text("[1]"),
-        "FOLDER/manifest.json cannot be read (it is not a JSON object); "
-        "restore it or use another checkpoint",
-    ),
-    "manifest not JSON": (
-        lambda folder: (folder / "manifest.json").write_text("{"),
-        "FOLDER/manifest.json cannot be read (Expecting property name enclosed in double quotes: "
-        "line 1 column 2 (char 1)); restore it or use another checkpoint",
-    ),
-    "a huge manifest": (
-        lambda folder: os.truncate(folder / "manifest.json", 10**12),
-        "FOLDER/manifest.json cannot be read (it is larger than 1,000,000 bytes); "
-        "restore it or use another checkpoint",
-    ),
-    **{
-        f"files {files} in the manifest": (
-            partial(edit_manifest, files=files),
-            "FOLDER/manifest.json cannot be read (it is malformed); "
-            "restore it or use another checkpoint",
-        )
-        for files in ([], {"config.yaml": "large"}, {"config.yaml": {"size": 5}})
-    },
-    "file not listed": (
-        partial(edit_manifest, files={}),
-        "FOLDER/config.yaml has changed since it was saved; use another checkpoint",
-    ),
-    "file missing": (
-        lambda folder: (folder / "tokenizer.json").unlink(),
-        "FOLDER/tokenizer.json cannot be read (No such file or directory); "
-        "restore it or use another checkpoint",
-    ),
-    "config not UTF-8": (
-        lambda folder: rewrite(folder, "config.yaml", b"\xff"),
-        "FOLDER is not a checkpoint ('utf-8' codec can't decode byte 0xff in position 0: "
-        "invalid start byte); use another",
-    ),
-    "config not a mapping": (
-        lambda folder: rewrite(folder, "config.yaml", b"[1]"),
-        "FOLDER/config.yaml has no `key: value` lines; `chargpt config` lists the settings",
-    ),
-    "config with a value of the wrong type": (
-        lambda folder: rewrite(folder, "config.yaml", b"\nseed: x\n"),
-        "FOLDER/config.yaml: line 2: seed: expected a number (it is 'x')",
-    ),
-    "tokenizer malformed": (
-        lambda folder: rewrite(folder, "tokenizer.json", b"{}"),
-        "FOLDER/tokenizer.json cannot be used as a tokenizer (it is not a chargpt tokenizer); "
-        "restore it or train again",
-    ),
-    "weights malformed": (
-        lambda folder: rewrite(folder, "model.safetensors", b"x"),
-        "FOLDER/model.safetensors is not a safetensors file (",
-    ),
-    "a tensor of 2^63 columns and no rows": (
-        lambda folder: rewrite(
-            folder,
-            "model.safetensors",
-            with_header({"w": {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}}),
-        ),
-        "FOLDER/model.safetensors is not a safetensors file (",
-    ),
-    "optimizer malformed": (
-        lambda folder: rewrite(folder, "optimizer.safetensors", b"x"),
-        "FOLDER/optimizer.safetensors is not a safetensors file (",
-    ),
+FILES: dict[str, bytes] = {  # of the folder in which the commands are run
+    "a.txt": b"the sea\n",
+    "b.txt": b"the sea\n",
+    "a.svg": b"the sea\n",
+    "other.txt": "The light, the sea, the night. Ж".encode() * 20,
+    "empty.txt": b"",
+    "forty.txt": b"It is only forty characters, and no more",
+    "binary.txt": bytes(range(256)) * 40,
+    "nul.txt": b"text\x00" * 500,
+    "windows.txt": b"caf\xe9 and \x92quotes\x92 " * 200,
+    "notes/notes.md": b"my own",
+    "both/gpt/notes.md": b"my own",
 }
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_each_damage_has_a_message_that_names_the_file(damage: str, run: RunFolder) -> None:
-    inflict, message = DAMAGES[damage]
-    folder = save(run, 1)
-    inflict(folder)
-    with pytest.raises(ChargptError) as caught:
-        run.load("1")
-    found = str(caught.value).replace(str(folder), "FOLDER")
-    assert found.startswith(message) if message.endswith("(") else found == message
-
-
-def test_weights_of_another_model_are_rejected_naming_the_first_difference(run: RunFolder) -> None:
-    folder = save(run, 1)
-    deeper = CONFIG.with_values({"model.qk_norm": False})
-    rewrite(folder, "config.yaml", deeper.to_yaml().encode())
-    with pytest.raises(RunError) as caught:
-        load_run(run.path, "1", "cpu")
-    assert str(caught.value) == (
-        f"the weights in {folder} do not match its config "
-        "(first at blocks.0.attention.key_norm.weight); use another checkpoint"
-    )
-
-
-def test_without_an_intact_checkpoint_every_damage_is_named(run: RunFolder) -> None:
-    folders = [save(run, 1), save(run, 2)]
-    for folder in folders:
-        (folder / "state.json").unlink()
-    with pytest.raises(RunError) as caught:
-        run.load("latest")
-    missing = [
-        f"{folder}/state.json cannot be read (No such file or directory); "
-        "restore it or use another checkpoint"
-        for folder in (folders[1], folders[0])
-    ]
-    assert str(caught.value) == "no checkpoint is intact: " + "; ".join(missing)
-    with pytest.raises(RunError, match="has no checkpoint '9'; it has best, latest and steps 1, 2"):
-        run.load("9")
-    shutil.rmtree(folders[0])
-    with pytest.raises(RunError) as caught:
-        run.load("latest")
-    assert str(caught.value) == missing[0]
+# TEXT is a text, and RUN a finished run of 40 steps on it
+REFUSALS = [
+    ("resume RUN", 2, "No such command 'resume'", "see `chargpt --help`"),
+    ("train --frobnicate", 2, "No such option", "see `chargpt train --help`"),
+    # texts
+    ("train emptv.txt", 2, "emptv.txt; did you mean", "empty.txt?"),
+    (
+        "train tinyshakespeare",
+        2,
+        "is not in data yet",
+        "fetch it with `chargpt data get tinyshakespeare`",
+    ),
+    ("train empty.txt", 2, "empty.txt is empty", "give a text"),
+    ("train forty.txt", 2, "holds 40 characters", "give a longer text"),
+    ("train binary.txt", 2, "it is binary", "name a text"),
+    ("train nul.txt", 2, "holds a NUL byte", "--encoding"),
+    ("train windows.txt", 2, "byte 0xE9 at offset 3", "--encoding-errors replace"),
+    ("train a.txt b.txt", 2, "extra argument(s) (b.txt)", "such as '*.txt' needs quotes"),
+    ("train a.txt --budget 5 min -c b.txt", 2, "(min); see", "`chargpt train --help`"),
+    # settings
+    ("train TEXT -s train.max_step=5", 2, "train.max_step", "did you mean train.max_steps?"),
+    ("train TEXT -s max_steps=5", 2, "max_steps", "did you mean train.max_steps?"),
+    ("train TEXT -s nonsense", 2, "nonsense", "section.key=value"),
+    ("train TEXT -s train.batch_size=0", 2, "train.batch_size", "expected 1 or more"),
+    ("train TEXT -c gtp", 2, "gtp", "gpt"),
+    ("train TEXT --device tpu", 2, "tpu", "auto, cpu, cuda"),
+    ("train TEXT -s model.n_embd=65536 -s model.n_head=2", 2, "GB of memory", "make it smaller"),
+    ("train TEXT -s train.batch_size=1000000000", 2, "GB of memory", "make it smaller"),
+    ("train TEXT --budget soon", 2, "soon", "is not a duration"),
+    (
+        "train TEXT --budget 9s -s train.max_steps=5",
+        2,
+        "--budget and train.max_steps both",
+        "drop one",
+    ),
+    # runs that exist
+    ("train TEXT --out RUN", 2, "exists", "--resume"),
+    ("train TEXT --out RUN", 2, "exists", "--force"),
+    ("train TEXT --out notes", 2, "holds 'notes.md'", "name another folder"),
+    ("train TEXT --resume RUN", 2, "--resume takes no value", "`chargpt train --resume RUN`"),
+    ("train TEXT --out x --resume --force", 2, "--resume continues", "give one of them"),
+    ("train --resume", 2, "no run under runs/", "train one with `chargpt train`"),
+    ("train --resume RUN", 2, "has done all its 40 steps", "train.max_steps"),
+    ("train --resume RUN -s train.max_steps=30", 2, "has done all its 40 steps", ""),
+    ("train --resume RUN -s seed=3", 2, "seed cannot change", ""),
+    ("train --resume RUN -c gpt", 2, "settings from the run", "drop -c"),
+    ("train --resume RUN --budget 9s", 2, "settings from the run", "drop --budget (--resume with"),
+    # sample
+    ("sample", 2, "no run under runs/", "train one with `chargpt train`"),
+    ("sample nowhere", 2, "there is no folder nowhere", "or name another"),
+    ("sample RUN a.txt", 2, "extra argument(s) (a.txt)", "see `chargpt sample --help`"),
+    ("sample RUN -p 'The ж'", 2, "U+0436", "--unknown skip"),
+    ("sample RUN -p a --prompt-file a.txt", 2, "exclude each other", "give one"),
+    ("sample RUN --unknown guess", 2, "'guess'", "'error', 'skip', 'replace'"),
+    ("sample RUN -n abc", 2, "'-n' / '--length'", "integer"),
+    ("sample RUN -n 0", 2, "--length", "expected 1 or more"),
+    ("sample RUN --top-p 0", 2, "--top-p", "expected more than 0"),
+    ("sample RUN --top-p 1.5", 2, "--top-p", "expected 1 or less"),
+    ("sample RUN --seed 9223372036854775808", 2, "--seed", "expected less than 2^63"),
+    ("sample RUN --num-samples 5000", 2, "4096 or less", "sample again with another --seed"),
+    ("sample RUN -i --json", 2, "--interactive prints one text", "drop --json"),
+    ("sample RUN --encoding utf-8", 2, "--encoding is that of a --prompt-file", "drop it"),
+    # evaluate
+    ("evaluate RUN a.txt", 2, "extra argument(s) (a.txt)", "--text FILE names another text"),
+    ("evaluate RUN --text other.txt", 2, "U+0416", "--unknown skip"),
+    ("evaluate RUN --unknown skip", 2, "concern another text", "name it with --text"),
+    ("evaluate RUN --text a.txt --split train", 2, "measured as a whole", "drop --split"),
+    ("evaluate RUN --split test", 2, "test", "text.test_fraction"),
+    ("evaluate RUN --stride 3", 2, "only to --protocol sliding", "drop --stride"),
+    # compare
+    ("compare TEXT --models bigram,lstm", 2, "no model 'lstm'", "there are bigram, gpt"),
+    ("compare TEXT --out both", 2, "both/gpt exists", "name another folder with --out"),
+    ("compare TEXT --ladder --budget 6s", 2, "--budget does not apply to --ladder", "drop it"),
+    ("compare RUN TEXT", 2, "is not a run", "give one text, or only runs"),
+    ("compare RUN --plot x.jpg", 2, "x.jpg must end in .svg or .png", "rename it"),
+    ("compare RUN --budget 1m", 2, "--budget applies to training", "drop it"),
+    ("compare RUN -s model.n_layer=2", 2, "-s (or --seed, --encoding", "drop it"),
+    # others
+    ("report RUN --out a.txt", 2, "was not made by chargpt", "name another file"),
+    ("play RUN --out a.txt", 2, "was not made by chargpt", "name another file"),
+    ("report RUN --out notes", 2, "notes is a folder", "name a file in it"),
+    ("explain RUN --html a.txt", 2, "was not made by chargpt", "name another file"),
+    ("explain RUN --plot a.svg", 2, "was not made by chargpt", "name another file"),
+    ("compare RUN --plot a.svg", 2, "was not made by chargpt", "name another file"),
+    ("explain RUN --encoding utf-8", 2, "--encoding-errors applies to a text, and", "drop it"),
+    (
+        "explain TEXT --plot a.png",
+        2,
+        "the section attention of a trained gpt",
+        "name the run of one",
+    ),
+    ("compress RUN none.txt packed", 2, "none.txt cannot be read", "name another file"),
+    ("compress RUN other.txt packed", 2, "U+0416", "--unknown skip or replace"),
+    ("compress RUN TEXT a.txt", 2, "a.txt exists", "--force"),
+    ("decompress RUN TEXT a.txt", 2, "a.txt exists", "--force"),
+    ("runs .", 2, "there is no run in .", "train one with `chargpt train`"),
+    ("runs missing", 2, "there is no folder missing", "name another folder"),
+    ("config n_layers", 2, "n_layers is not a setting", "did you mean model.n_layer?"),
+    ("data get tinyshakespere", 2, "no text named", "did you mean tinyshakespeare?"),
+    ("data get python-docs", 2, "is built in", "without TEXT"),
+]
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    {
-        "seconds": "1",
-        "best_step": "1",
-        "best_nats_per_char": "1",
-        "evaluations_since_best": 0.5,
-        "rollbacks": None,
-        "threads": "2",
-        "corpus_key": 1,
-        "text_name": None,
-        "world_size": 10**18,
-        "stopped_early": 1,
-    }.items(),
+    ("line", "code", "cause", "remedy"), REFUSALS, ids=[row[0] for row in REFUSALS]
 )
-def test_every_field_of_a_state_is_type_checked(key: str, value: object, run: RunFolder) -> None:
-    folder = save(run, 1)
-    rewrite(folder, "state.json", json.dumps({"step": 1, key: value}).encode())
-    with pytest.raises(RunError, match=r"state\.json is malformed \("):
-        run.load("1")
-
-
-def test_the_size_limit_of_weights_is_exact(
-    run: RunFolder,
+def test_the_message_has_cause_and_remedy(
+    line: str, code: int, cause: str, remedy: str, trained: Path, verse: Path, cli: Cli
 ) -> None:
-    n_parameters = count_parameters(CONFIG.model, TOKENIZER.vocab_size)
-    max_bytes = 4 * n_parameters + 400 * (12 * CONFIG.model.n_layer + 8)
-    for name, limit in (("model.safetensors", max_bytes), ("optimizer.safetensors", 4 * max_bytes)):
-        folder = save(run, 1)
-        rewrite(folder, name, bytes(limit + 1))
-        with pytest.raises(RunError, match=rf"{name} cannot be read \(it is larger than"):
-            run.load("1")
-        rewrite(folder, name, bytes(limit))
-        with pytest.raises(RunError, match=f"{name} is not a safetensors file"):
-            run.load("1")
+    for name, content in FILES.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
+    before = sorted(Path().rglob("*"))
+    words = {"RUN": trained, "TEXT": verse}
+    done = cli(*(words.get(word, word) for word in shlex.split(line)))
+    assert done.returncode == code, done.stderr
+    (message,) = [line for line in done.stderr.splitlines() if line.startswith("chargpt: ")]
+    assert cause in message
+    assert remedy in message
+    assert sorted(Path().rglob("*")) == before, "nothing is written"
 
 
-def test_memory_is_checked_before_a_checkpoint_is_read(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = save(run, 1)
-    asked: list[tuple[int, str]] = []
-    monkeypatch.setattr("chargpt.store.checkpoint.require_memory", lambda *args: asked.append(args))
-    run.load("1")
-    files = sum((folder / name).stat().st_size for name in (MODEL, OPTIMIZER))
-    wanted = 2 * files + rotary_bytes(CONFIG.model)
-    assert asked == [(wanted, f"the checkpoint {folder}")]
-    os.truncate(folder / MODEL, 1 << 40)  # a sparse file: no more than the config allows is read
-    with pytest.raises(RunError):
-        run.load("1", optimizer=False)
-    n_parameters = count_parameters(CONFIG.model, TOKENIZER.vocab_size)
-    limit = 4 * n_parameters + 400 * (12 * CONFIG.model.n_layer + 8)
-    assert asked[-1][0] == 2 * limit + rotary_bytes(CONFIG.model)
-
-
-def test_a_missing_optimizer_file_does_not_prevent_loading_the_model(run: RunFolder) -> None:
-    folder = save(run, 1)
-    (folder / "optimizer.safetensors").unlink()
-    assert load_run(run.path, "1", "cpu").notes == ()
-    with pytest.raises(RunError, match=r"optimizer\.safetensors"):
-        run.load("1")
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1", "1" * 5000])
-def test_a_number_out_of_range_in_a_state_is_rejected(number: str, run: RunFolder) -> None:
-    folder = save(run, 1)
-    content = '{"step": 1, "best_nats_per_char": %s}' % number  # noqa: UP031
-    rewrite(folder, "state.json", content.encode())
-    with pytest.raises(RunError, match=r"state\.json is malformed \(best_nats_per_char|\(it:"):
-        run.load("1")
-
-
-def test_unknown_keys_of_a_state_are_ignored(run: RunFolder) -> None:
-    folder = save(run, 1)
-    rewrite(folder, "state.json", b'{"step": 1, "added_later": [1]}')
-    assert run.load("1").state.step == 1
+def test_a_run_that_is_not_named_in_full_is_found_by_its_name(trained: Path, cli: Cli) -> None:
+    shutil.copytree(trained, "runs/one")
+    for wrong, remedy in (("one", "did you mean runs/one?"), ("runs", "such as runs/one")):
+        assert remedy in cli("sample", wrong).stderr

@@ -19,7 +19,7 @@ from chargpt.inference.scoring import score
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
 
-pytest_plugins = ["shared_runs"]
+QUICK = ("-s", "train.max_steps=2", "-s", "model.n_layer=1", "-s", "model.n_embd=16")
 
 
 def run_of(letters: str) -> Run:
@@ -64,7 +64,7 @@ def test_a_line_has_the_mean_surprisal_of_its_characters_and_newline() -> None:
 def test_a_line_of_a_list_has_one_figure_wherever_it_stands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evaluation, "MAX_CPU_CALL_TOKENS", 20)  # of several batches
+    monkeypatch.setattr(evaluation, "MAX_CALL_TOKENS", 20)  # of several batches
     run = run_of("\nabcdefgh")
     run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, eos_token="\n"))
     random = np.random.default_rng(1)
@@ -141,6 +141,13 @@ def test_a_table_of_lines_is_cut_where_it_says_so_and_shows_a_repeated_line_once
     assert all(line.rstrip().endswith("…") for line in cut)
 
 
+def test_separators_of_documents_are_said_to_be_scored(cli: Cli) -> None:
+    Path("poems.txt").write_text("a\n%\nb\n%\n" * 300)
+    cli("train", "poems.txt", *QUICK, "-s", "text.documents=\n%\n", "--out", "poems")
+    said = " ".join(cli("score", "poems", "poems.txt").stderr.split())
+    assert "with the separators of documents" in said
+
+
 def test_the_command_ranks_lines_and_reads_standard_input(
     verse: Path, cli: Cli, mixed_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,7 +155,7 @@ def test_the_command_ranks_lines_and_reads_standard_input(
     done = cli("score", "mine", verse, "--json")
     facts = json.loads(done.stdout)
     assert facts["characters"] == len(verse.read_text(encoding="utf-8"))
-    assert "is the text that the run was trained on" in done.stderr
+    assert "is in the text that the run was trained on" in done.stderr
     assert "was trained on" in cli("evaluate", "mine", "--text", verse).stderr
     of_number = {line["number"]: line for line in facts["lines"]}
     assert list(of_number) == sorted(of_number)

@@ -17,6 +17,7 @@ from markupsafe import Markup
 from chargpt.analysis.fonts import DEFAULT, set_fallback_fonts
 from chargpt.errors import ConfigError
 from chargpt.files import write_output
+from chargpt.log import logger
 from chargpt.text.display import display_text, graphemes
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY, PALE = "#6b7280", "#c9ced6"
 MAX_POINTS = 40  # of a smoothed curve
+MAX_NAMED = 5  # characters that no font has
 MAX_MARKED = 20  # points of a curve that are marked
 LABEL_HEIGHT = 12  # points, of a baseline's label
 SUFFIXES = (".svg", ".png")
@@ -47,11 +49,8 @@ def require_suffix(path: Path) -> None:
         raise ConfigError(f"{path} must end in .svg or .png; rename it")
 
 
-def save(figure: "Figure", path: Path) -> str:
-    """Write a figure to a file.
-
-    Returns:
-        The characters that no installed font has, of a PNG; an SVG takes its fonts from its viewer.
+def save(figure: "Figure", path: Path) -> None:
+    """Write a figure to a file; log which characters of a PNG no installed font has.
 
     Raises:
         ConfigError: the suffix is neither .svg nor .png, or the file cannot be written.
@@ -61,7 +60,13 @@ def save(figure: "Figure", path: Path) -> str:
     missing = set_fallback_fonts(figure) if is_png else ""
     metadata = {"Software": "chargpt"} if is_png else {"Date": None, "Title": "chargpt"}
     write_output(path, _rendered(figure, format=path.suffix[1:], dpi=130, metadata=metadata))
-    return missing
+    if missing:
+        others = len(missing) - MAX_NAMED
+        named = " ".join(missing[:MAX_NAMED]) + (f" and {others} more" if others > 0 else "")
+        logger.warning(
+            f"{path}: no installed font has {named}, so boxes stand for them; install one, such as "
+            "Google's Noto font of that script, or name an .svg file, whose viewer brings fonts"
+        )
 
 
 def inline(figure: "Figure", name: str) -> Markup:

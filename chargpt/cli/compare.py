@@ -2,7 +2,8 @@
 
 import shlex
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,25 +11,26 @@ import typer
 
 from chargpt.analysis import compare as comparison
 from chargpt.analysis import plots
-from chargpt.analysis.compare import Comparison
+from chargpt.analysis.compare import Comparison, shared_text, undertrained
+from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
 from chargpt.analysis.result import MIN_RISE, loss_cells
 from chargpt.cli import console, options, tables
-from chargpt.cli.ladder import compare_rungs
-from chargpt.cli.loop import run_steps
-from chargpt.cli.plot_file import save_plot_file
+from chargpt.cli.loop import run_steps, show_plan
 from chargpt.cli.progress import LoadingProgress, show_progress
 from chargpt.cli.signals import catch_signals
-from chargpt.cli.summary import show_plan
+from chargpt.config import Config
 from chargpt.errors import ConfigError, Stopped
 from chargpt.files import require_output
 from chargpt.inference.evaluation import OnProgress
 from chargpt.store.layout import is_readable_run, is_run
+from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import find_text
 from chargpt.training.budget import plan_run, with_measured_threads
 from chargpt.training.request import Request
 from chargpt.training.start import Session, output_folder, slug
 
 MODELS = ",".join(comparison.MODELS)
+MAX_SAMPLE = 150  # characters of a rung's sample
 SPARKS = 16  # columns of a sparkline, so that its line fits 80
 
 
@@ -90,24 +92,24 @@ def compare(
         require_output(plot)
     if seeds > 1 and not ladder:
         raise ConfigError("--seeds applies only to --ladder; add --ladder")
-    for name, value in (("--models", models), ("--budget", budget)):
-        if ladder and value is not None:
-            raise ConfigError(
-                f"--ladder trains a fixed list of models; drop {name}; "
-                "-s train.max_steps=500 is shorter"
-            )
+    if ladder:
+        cause = "does not apply to --ladder, whose models are fixed"
+        options.reject({"--models": models, "--budget": budget}, cause)
     settings = options.given_settings(
         set_, seed=seed, encoding=encoding, encoding_errors=encoding_errors
     )
     paths = [path for text in texts or [] for path in runs_in(Path(text))]
-    n_runs = sum(is_run(path) for path in paths)
-    if ladder and (len(paths) > 1 or n_runs):
-        raise ConfigError("--ladder needs one text; name no runs")
-    if paths and n_runs == len(paths):
+    if paths and all(map(is_run, paths)):
+        given = {
+            "--models": models,
+            "-c": config,
+            "--out": out,
+            "--budget": budget,
+            "--ladder": ladder or None,
+            "-s (or --seed, --encoding, --encoding-errors)": settings,
+        }
+        options.reject(given, "applies to training, and these are runs")
         paths = list({path.resolve(): path for path in paths}.values())  # each run once
-        given = {"--models": models, "-c": config, "--out": out, "--budget": budget}
-        others = {"-s (or --seed, --encoding, --encoding-errors)": settings}
-        options.reject({**given, **others}, "applies to training, and these are runs")
         print_comparison(compare_runs(paths, device or "auto"), plot, json_=json_)
         return
     if len(paths) > 1:
@@ -130,8 +132,7 @@ def compare(
     if not json_:
         console.out(f"the runs are in {folder}; next:")
         for name in result.curves:
-            run = shlex.quote(str(folder / name.split()[0]))
-            console.out(f"  chargpt sample {run}")
+            console.out(f"  chargpt sample {shlex.quote(str(folder / name.split()[0]))}")
 
 
 def runs_in(path: Path) -> list[Path]:
@@ -151,6 +152,18 @@ def compare_runs(paths: list[Path], device: str) -> Comparison:
         return comparison.compare_runs(paths, device, show)
 
 
+@contextmanager
+def text_of_runs(config: Config, out: Path | None, name: str) -> Iterator[tuple[Path, Corpus]]:
+    """Yield the folder of new runs, by default runs/NAME-TEXT, and the text that they share."""
+    name = f"{name}-{slug(find_text(config.text).name)}"
+    with (
+        catch_signals(),
+        output_folder(out, name) as folder,
+        shared_text(config, folder, LoadingProgress()) as corpus,
+    ):
+        yield folder, corpus
+
+
 def train_models(
     request: Request, out: Path | None, models: str
 ) -> tuple[Comparison, Path, str | None]:
@@ -160,14 +173,11 @@ def train_models(
         The result, the folder of the runs, and a sentence if a budget was exceeded.
     """
     config, fixed_keys = request.resolved
-    names = list(dict.fromkeys(name.strip() for name in models.split(",") if name.strip()))
-    if not names:
-        raise ConfigError("--models names no model; give bigram, gpt or both")
-    for name in names:
-        comparison.model_config(config, name)  # rejects unknown names before any training
-    used = next((out / name for name in names if out and (out / name).exists()), None)
-    if used is not None:
-        raise ConfigError(f"{used} exists; name another folder with --out")
+    names = list(dict.fromkeys(map(str.strip, models.split(","))))
+    for name in names:  # before any training
+        comparison.model_config(config, name)
+        if out and (out / name).exists():
+            raise ConfigError(f"{out / name} exists; name another folder with --out")
     deadline = None
     if request.budget is not None:
         deadline, fixed_keys = request.deadline()
@@ -180,55 +190,50 @@ def train_models(
         run_steps(session)
         sessions.append(session)
 
-    name = f"compare-{slug(find_text(config.text).name)}"
-    with catch_signals(), output_folder(out, name) as folder:
+    with text_of_runs(config, out, "compare") as (folder, corpus):
+        budget, max_tokens = None, comparison.MAX_TOKENS
         try:
-            with comparison.shared_text(config, folder, LoadingProgress()) as corpus:
-                budget, max_tokens = None, comparison.MAX_TOKENS
-                if deadline is not None:
-                    config, corpus, budget = plan_run(config, corpus, deadline, fixed_keys)
-                    max_tokens = config.train.evaluation_tokens
-                result = comparison.compare(
-                    config,
-                    folder,
-                    models=names,
-                    run_session=run_session,
-                    corpus=corpus,
-                    budget=budget,
-                    max_tokens=max_tokens,
-                    show_progress=show_progress,
-                )
+            if deadline is not None:
+                config, corpus, budget = plan_run(config, corpus, deadline, fixed_keys)
+                max_tokens = config.train.evaluation_tokens
+            result = comparison.compare(
+                config,
+                folder,
+                models=names,
+                run_session=run_session,
+                corpus=corpus,
+                budget=budget,
+                max_tokens=max_tokens,
+                show_progress=show_progress,
+            )
         except (KeyboardInterrupt, Stopped):
             if any(is_run(path) for path in folder.glob("*")):
                 path = shlex.quote(str(folder))
                 console.say(f"the runs so far are in {path}; `chargpt compare {path}` scores them")
             raise
-    late = [note for session in sessions if (note := session.late_note()) is not None]
-    return result, folder, next(iter(late), None)
+    late = filter(None, (session.late_note() for session in sessions))
+    return result, folder, next(late, None)
 
 
 def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> None:
     """Draw the loss curves, if a file is given, and print the comparison."""
     if plot is not None:
-        save_plot_file(plots.loss_curves(result.curves, result.curve_baselines, result.title), plot)
-    plot_name = None if plot is None else str(plot)
+        plots.save(plots.loss_curves(result.curves, result.curve_baselines, result.title), plot)
     if json_:
-        rows = [row.as_dict() for row in result.rows]
-        summary = comparison.conclusions(result)
         console.out_json(
             {
-                "rows": rows,
+                "rows": [row.as_dict() for row in result.rows],
                 "baselines": dict(result.baselines),
-                "summary": summary,
-                "plot": plot_name,
+                "summary": comparison.conclusions(result),
+                "plot": plot and str(plot),
             }
         )
         return
     print_rows(result)
     for name, text in result.samples.items():
         tables.panel(f"sample of {name}", text)
-    if plot_name is not None:
-        console.out(f"plot: {plot_name}")
+    if plot is not None:
+        console.out(f"plot: {plot}")
 
 
 def print_rows(result: Comparison) -> None:
@@ -261,3 +266,72 @@ def print_rows(result: Comparison) -> None:
             step, lowest = min(points, key=lambda point: point[1])
             rise = f", last {last:.3f}" if last > lowest + MIN_RISE else ""
             console.out(f"{name:18} {line} {first:.3f} -> {lowest:.3f} at step {step:,}{rise}")
+
+
+def compare_rungs(
+    config: Config, out: Path | None, n_seeds: int, plot: Path | None, *, json_: bool
+) -> None:
+    """Train the rungs with progress bars, draw them, and print the table or the JSON."""
+
+    def run_session(name: str, session: Session) -> None:
+        console.say(f"== {name} ==")
+        run_steps(session)
+
+    with text_of_runs(config, out, "ladder") as (folder, corpus):
+        ladder = run_ladder(config, folder, corpus, n_seeds, run_session)
+    plot = plot or folder / "ladder.svg"
+    plots.save(plots.ladder(ladder), plot)
+    if json_:
+        console.out_json({**ladder.as_dict(), "plot": str(plot)})
+        return
+    print_ladder(ladder)
+    console.out(f"plot: {plot}")
+
+
+def print_ladder(ladder: Ladder) -> None:
+    """Print the ladder as a table, the gain of each rung, and its sample."""
+    rows = [
+        [name, "-", *loss_cells(nats)[:2], "-", "-"]
+        for losses in (ladder.ngrams, ladder.compressor_losses)
+        for name, nats in losses.items()
+    ]
+    for result in ladder.results:
+        cells = [f"{result.parameters:,}", *loss_cells(result.loss.value)[:2]]
+        margin = "-" if result.loss.margin is None else f"± {result.loss.margin:.4f}"
+        rows.append([result.rung.name, *cells, margin, f"{result.seconds:.1f}"])
+    tables.table(
+        ["model", "parameters", "nats/char", "bits/char", "95% CI", "seconds"],
+        rows,
+        title=f"{ladder.title}: loss on the first {ladder.characters:,} validation characters, "
+        "protocol blocks",
+    )
+    for result in ladder.results:
+        if result.gain is not None:
+            console.out_sentence(
+                f"{result.rung.name}: {describe_gain(result.gain)} ({result.rung.adds})"
+            )
+    console.out_sentence(
+        f"one scaled attention head: {describe_gain(ladder.attention_gain)} than the bigram; "
+        f"gpt: {describe_gain(ladder.total_gain)} than the bigram"
+    )
+    first = ladder.results[0]
+    note = undertrained({first.rung.name: first.loss.value, **ladder.ngrams})
+    if note is not None:
+        console.out_sentence(note)
+    if ladder.compressor_losses:
+        console.out_sentence(
+            "compressors: the size of both splits together minus that of the training split"
+        )
+    if len(first.nats) > 1:
+        console.out_sentence(
+            "±: half a 95% confidence interval (Student's t); gains are paired by seed"
+        )
+    for result in ladder.results:
+        text = " / ".join(result.sample[:MAX_SAMPLE].split("\n"))
+        console.out_sentence(f"-- {result.rung.name} --\n{text}")
+
+
+def describe_gain(gain: Estimate) -> str:
+    """Return a gain as `0.1234 ± 0.0123 nats per character lower`."""
+    absolute = Estimate(abs(gain.value), gain.margin)
+    return f"{absolute} nats per character {'lower' if gain.value >= 0 else 'higher'}"

@@ -1,8 +1,6 @@
 """`chargpt compress` and `chargpt decompress`: lossless compression with a run's model."""
 
 import lzma
-import os
-import stat
 import sys
 from functools import partial
 from pathlib import Path
@@ -64,11 +62,11 @@ def compress(
     write(packed, out, force=force)
     characters = len(decoded) - (len(lost) if unknown == "skip" else 0)
     size = f"{console.characters(characters)}, {len(content):,} bytes -> {len(packed):,} bytes"
-    rate = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
+    rate = f"{8 * len(packed) / max(1, characters):.3f} bits per character"
     xz = ""
     if len(content) <= XZ_BYTES and not lost:
         xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"
-    print_sentence(f"{size}{rate}, with {HEADER.size} bytes of header{xz}", out)
+    print_sentence(f"{size}: {rate}, with {HEADER.size} bytes of header{xz}", out)
     folder = RunFolder(loaded.folder)
     if keep:
         folder.keep(loaded.step)
@@ -118,21 +116,19 @@ def decompress(
 def read_input(path: Path, out: Path, *, force: bool) -> bytes:
     """Return the content of a file, after checking that the output file can be written."""
     if str(out) != STDIN:
-        if not out.parent.is_dir():
-            raise ConfigError(f"there is no folder {out.parent}; create it, or name another file")
         require_output(out, force=True)
         if out.is_file() and not force:
             raise ConfigError(f"{out} exists; name another file, or replace it with --force")
-    limit = memory_limit(None) // BYTES_PER_CHARACTER
+    limit = memory_limit() // BYTES_PER_CHARACTER
     if str(path) == STDIN:
         chunks: list[bytes] = []
         copy_stdin(chunks.append, limit)
         return b"".join(chunks)
     try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
+        size = path.stat().st_size
+        if not path.is_file():  # reading a pipe could wait for ever
             raise TextError(f"{path} is no file; name one, or pipe the text in and name it `-`")
-        if status.st_size > limit:
+        if size > limit:
             raise TextError(f"{path} is too large for this machine's memory; split it")
         return path.read_bytes()
     except OSError as error:

@@ -1,36 +1,28 @@
 """Printing for commands: data on stdout, messages on stderr, and numbers with units."""
 
 import json
+import logging
 import os
 import re
 import sys
+import textwrap
 import threading
 import time
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from chargpt.errors import DeviceError, OperationError, TextError
-from chargpt.ranks import is_main_rank
+from chargpt.errors import OperationError, TextError
+from chargpt.log import logger
 from chargpt.text.display import display_char
 
 NOTICE_SECONDS = 1.0  # before `say_if_slow` prints
 SPARKS = "▁▂▃▄▅▆▇█"
-# CJK, kana, Hangul and full-width forms
-WIDE = "\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6"
 KEPT = "\n\t\N{SOFT HYPHEN}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{WORD JOINER}"
 
 started = time.perf_counter()  # when the command began; `run` sets it
-has_ranks = False  # whether the command is one that `torchrun` starts; `run` sets it
-
-
-def is_main() -> bool:
-    """Return whether this process prints: it is rank 0, or its command has no ranks."""
-    try:
-        return not has_ranks or is_main_rank()
-    except DeviceError:
-        return True
+is_silent = False  # on the ranks of `torchrun` but the first; `run` sets it
 
 
 def terminal_size(stream: TextIO) -> tuple[int, int]:
@@ -59,38 +51,25 @@ def wrapped(text: str, stream: TextIO, indent: str = "", hanging: str = "") -> s
 
 
 def fill(text: str, width: int, indent: str = "", hanging: str = "") -> str:
-    """Return a paragraph in lines of at most `width` columns, broken at spaces.
-
-    Wide characters, which take two columns, are also broken between, since their scripts have no
-    spaces. `indent` begins the first line, `hanging` the others. A longer word stays whole.
-    """
-    lines, line = [], indent
-    # a wide character alone, or what stands between spaces and wide characters
-    for part in re.findall(f" +|[{WIDE}]|[^ {WIDE}]+", text):
-        is_empty = not line.strip()
-        if not is_empty and columns(line + part.rstrip()) > width:
-            lines.append(line.rstrip())
-            line = hanging
-            part = part.lstrip()
-        line += part
-    return "\n".join([*lines, line.rstrip()])
-
-
-def columns(text: str) -> int:
-    """Return the columns that a text takes on a terminal."""
-    return sum(
-        2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in text
+    """Return a paragraph in lines of at most `width` characters, broken at spaces only."""
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
 def say(text: str, hanging: str = "") -> None:
     """Print a message on stderr; a closed stderr stops no work."""
-    if is_main():
-        try:
-            text = wrapped(printable(text), sys.stderr, hanging=hanging)
-            print(text, file=sys.stderr, flush=True)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    if is_silent:
+        return
+    try:
+        print(wrapped(printable(text), sys.stderr, hanging=hanging), file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 @contextmanager
@@ -104,6 +83,37 @@ def say_if_slow(text: str) -> Iterator[threading.Timer]:
         yield notice
     finally:
         notice.cancel()
+
+
+writers: list[Callable[[str], None]] = [say]  # of what is logged; the last writes
+
+
+class NoteHandler(logging.Handler):
+    """Writes messages, each once in a row."""
+
+    last = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the message of a record."""
+        message = record.getMessage()
+        if message != self.last:
+            self.last = message
+            writers[-1](message)
+
+
+@contextmanager
+def shown_notes() -> Iterator[None]:
+    """Write the infos and warnings of the logger `chargpt` in the block, and only there."""
+    handler, level = NoteHandler(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = True
 
 
 class OutputClosed(BaseException):
@@ -140,11 +150,12 @@ def write_out(text: str) -> None:
     Raises:
         OutputClosed: nobody reads it.
     """
-    if is_main():
-        try:
-            print(text, end="", flush=True)
-        except BrokenPipeError:  # which click would make exit code 1
-            raise OutputClosed from None
+    if is_silent:
+        return
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # which click would make exit code 1
+        raise OutputClosed from None
 
 
 def out_sentence(text: str, indent: str = "", hanging: str = "") -> None:
@@ -176,7 +187,7 @@ def has_process_group() -> bool:
 
 def print_error(text: str) -> None:
     """Print an error message: on rank 0, or on any rank once the process group exists."""
-    if is_main():
+    if not is_silent:
         say(f"chargpt: {text}")
     elif has_process_group():
         with suppress(OSError):

@@ -61,7 +61,7 @@ def evaluate(
     if split is not None and text is not None:
         raise ConfigError("--text is measured as a whole; drop --split, a part of the run's text")
     split = split or "val"
-    wanted = options.encoding_changes(encoding, encoding_errors)
+    wanted = options.given_settings(encoding=encoding, encoding_errors=encoding_errors)
     if (wanted or unknown) and text is None:
         raise ConfigError(
             "--encoding, --encoding-errors and --unknown concern another text; name it with --text"
@@ -69,33 +69,30 @@ def evaluate(
     loaded = runs.load_named_run(run, checkpoint, device)
     tokens, found = None, ""
     if text is not None:  # read once: it may be standard input
-        settings = loaded.config.text.model_copy(update=wanted)
+        settings = loaded.config.with_values(wanted).text
         content = read_text(text, settings)
         tokens = loaded.tokenizer.encode(content, unknown or settings.unknown)
         found = loaded.tokenizer.find_unknown(content)
         runs.warn_of_own_text(loaded, str(text), content)
 
-    def measure(run: Run, name: str) -> tuple[Evaluation, float]:
-        """Evaluate a run with a progress bar; return the seconds that it took, too."""
-        start = time.perf_counter()
+    def measure(run: Run, name: str) -> Evaluation:
+        """Evaluate a run with a progress bar."""
         with show_progress("character", f"scored, {name}") as on_progress:
             result = evaluation.evaluate(
                 run, split, protocol, tokens=tokens, stride=stride, on_progress=on_progress
             )
-        return replace(result, n_unknown=len(found)), time.perf_counter() - start
+        return replace(result, n_unknown=len(found))
 
-    kind = loaded.config.model.kind
-    result, seconds = measure(loaded, kind)
+    start, kind = time.perf_counter(), loaded.config.model.kind
+    result = measure(loaded, kind)
+    seconds = time.perf_counter() - start
     measured = {f"{kind}, step {loaded.step:,}": result}
-    speed = console.short(result.characters / seconds)
-    times = [f"{console.duration(seconds)} ({speed} characters/s)"]
     wants_mixture = has_mixture(loaded) if mixture is None else mixture
     if wants_mixture and split == "train":
         console.say(f"without {MIXTURE_LABEL}: the n-grams were counted from the training split")
     elif wants_mixture:
         try:
-            measured[MIXTURE_LABEL], more = measure(runs.load_run_mixture(loaded), MIXTURE_LABEL)
-            times.append(f"{console.duration(more)} with the mixture")
+            measured[MIXTURE_LABEL] = measure(runs.load_run_mixture(loaded), MIXTURE_LABEL)
         except RunError as error:
             if mixture:
                 raise
@@ -107,8 +104,8 @@ def evaluate(
         return
     show(loaded, measured, f"{name}, {'all of it' if text else f'{split} split'}")
     console.out_sentence(
-        f"{console.characters(result.characters)} scored in {', and in '.join(times)} on "
-        f"{loaded.model.device.type}"
+        f"{console.characters(result.characters)} scored in {console.duration(seconds)} "
+        f"({console.short(result.characters / seconds)} characters/s) on {loaded.model.device.type}"
     )
     if result.protocol == "nanogpt":
         console.out_sentence("its random blocks overlap: the standard error is too small")

@@ -13,7 +13,6 @@ from chargpt.analysis import plots
 from chargpt.analysis.explain import AttentionMaps, Section, Subject, Table, choose_subject
 from chargpt.analysis.page import render
 from chargpt.cli import console, options, runs, tables
-from chargpt.cli.plot_file import save_plot_file
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
 from chargpt.files import is_open_descriptor, require_output, write_output
@@ -63,12 +62,15 @@ def explain(
         plots.require_suffix(plot)
     settings = options.given_settings(set_, encoding=encoding, encoding_errors=encoding_errors)
     subject = find_subject(what, checkpoint, device, settings)
-    if plot is not None:
-        require_maps(subject, what, section)
+    if plot is not None and (subject.run is None or "attention" not in (section or ["attention"])):
+        raise ConfigError(
+            "--plot draws the section attention of a trained gpt; name the run of one, and with "
+            "--section that section too"
+        )
     sections = explanation.explain(subject, section or ())
     maps = [part for each in sections for part in each.parts if isinstance(part, AttentionMaps)]
     if plot is not None:
-        save_plot_file(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), plot)
+        plots.save(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), plot)
     if html is not None:
         title = f"Attention, on {subject.corpus.name}"
         page = render("explain.html", title=title, version=__version__, sections=sections)
@@ -108,20 +110,6 @@ def find_subject(
     config, _ = resolve_settings(what, None, settings)
     corpus = load_corpus(config.text, on_progress=LoadingProgress())
     return choose_subject(corpus, None)
-
-
-def require_maps(subject: Subject, what: str | None, section: list[str] | None) -> None:
-    """Reject --plot if no section draws the attention of a trained model."""
-    if subject.run is None:
-        raise ConfigError(
-            f"--plot draws the attention of a trained gpt, which {what or subject.corpus.name} is "
-            "not; name the run of one, or train it with `chargpt train TEXT --out RUN`"
-        )
-    if section and "attention" not in section:
-        raise ConfigError(
-            "--plot draws the section attention, which --section leaves out; drop --section or "
-            "add --section attention"
-        )
 
 
 def print_sections(sections: list[Section]) -> None:

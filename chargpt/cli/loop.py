@@ -1,4 +1,4 @@
-"""Training steps on the terminal: progress bar, samples, and what a signal does."""
+"""Training on the terminal: the plan, steps on a progress bar, and what a signal does."""
 
 import math
 import shlex
@@ -6,9 +6,13 @@ import sys
 from contextlib import closing
 from functools import partial
 
+import torch
+
 from chargpt.cli import console
 from chargpt.cli.progress import ProgressBar
 from chargpt.cli.signals import say_stopping
+from chargpt.config import ModelConfig
+from chargpt.device import default_threads
 from chargpt.errors import Stopped
 from chargpt.inference.baselines import NGRAM
 from chargpt.text.display import display_char
@@ -16,7 +20,65 @@ from chargpt.text.documents import RECORD_SEPARATOR
 from chargpt.training.start import Session
 from chargpt.training.trainer import StepReport
 
+LABEL = 8  # columns of the plan's labels
 MIN_SPARKLINE_COLUMNS = 100  # of the terminal
+
+
+def show_plan(session: Session) -> None:
+    """Print what is about to be trained, for how long, on what, and what a budget has chosen."""
+    trainer, cost = session.trainer, session.cost
+    config, corpus = trainer.config, trainer.corpus
+    if session.pace is not None and (plan := session.pace.plan) is not None:
+        is_chosen = plan.size_was_chosen
+        reason = "size with the lowest predicted loss" if is_chosen else "the model size is given"
+        seconds = console.duration(session.pace.deadline.seconds)
+        speed = plan.speed * corpus.characters_per_token
+        console.say(f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}")
+    rare, documents, threads = "", "", ""
+    if corpus.rare_count:
+        rare = f"; rarer ones, {corpus.rare_fraction:.2%} of the text, are {corpus.rare_form}"
+    if corpus.n_documents:
+        documents = f"{corpus.n_documents:,} documents, shuffled by text.seed {config.text.seed}; "
+    lengths = ", ".join(
+        f"{corpus.count_characters(name):,} {name}"
+        for name in ("mixture", "train", "val", "test")
+        if len(corpus.split(name))
+    )
+    if trainer.device.type == "cpu":
+        n_threads = torch.get_num_threads()
+        threads = f"{n_threads} of {max(n_threads, default_threads())} threads"
+    ranks = f" x {trainer.group.world_size} processes" if trainer.group.world_size > 1 else ""
+    console.say(
+        f"text    {corpus.name}: {documents}{console.characters(corpus.n_characters)} ({lengths})\n"
+        f"vocab   {corpus.tokenizer.describe()}{rare}\n"
+        f"model   {describe_model(config.model)}, {cost.parameters:,} parameters\n"
+        f"device  {trainer.device.type}{ranks}{in_brackets(trainer.device_reason, threads)}, "
+        f"{config.dtype}{in_brackets(trainer.dtype_reason)}\n"
+        f"plan    {cost.steps:,} steps x {config.train.batch_size} sequences x "
+        f"{config.model.block_size} tokens = {console.short(cost.characters)} characters "
+        f"({console.short(cost.epochs)} epochs)\n"
+        f"needs   about {console.size(cost.memory_bytes)} for model and batches, and "
+        f"{console.duration(cost.seconds)}",
+        hanging=LABEL * " ",
+    )
+
+
+def in_brackets(*words: str) -> str:
+    """Return the words that are not empty in brackets."""
+    present = ", ".join(word for word in words if word)
+    return f" ({present})" if present else ""
+
+
+def describe_model(model: ModelConfig) -> str:
+    """Return a model's settings in a few words."""
+    if model.kind == "bigram":
+        return "bigram table"
+    heads = "1 head" if model.n_head == 1 else f"{model.n_head} heads"
+    attention = {"full": heads, "average": "average", "none": "no attention"}
+    return (
+        f"{model.kind} {model.n_layer} layers x {model.n_embd} wide, {attention[model.attention]}, "
+        f"block {model.block_size}"
+    )
 
 
 class StepView:
@@ -84,6 +146,5 @@ def run_steps(session: Session) -> None:
 
 def say_lost_metrics(session: Session) -> None:
     """Say if the last metrics are not written, although the checkpoint is saved."""
-    error = session.trainer.writer.disk_error
-    if error is not None:
+    if (error := session.trainer.writer.disk_error) is not None:
         console.say(f"the last metrics cannot be written ({error})")

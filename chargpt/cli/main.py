@@ -7,24 +7,25 @@ program and of a command answer at once: the latter is a page that was written b
 import gc
 import io
 import os
+import re
 import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from chargpt import __version__
 from chargpt.cli import console
-from chargpt.cli.notes import shown_notes
 from chargpt.cli.signals import exit_at_once, handling
-from chargpt.errors import ChargptError, ConfigError, Stopped
+from chargpt.errors import ChargptError, DeviceError, Stopped
+from chargpt.ranks import is_main_rank
 
 # Typer vendors click in some versions and depends on it in others; the bases of its public
 # exception are right in both.
@@ -34,36 +35,11 @@ HELP_PAGES = Path(__file__).parent / "help"  # written by scripts/write_help_pag
 HELP_COLUMNS = 80
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command: `name` is also the function in `module`."""
-
-    name: str
-    summary: str = ""  # of the one without a page: its module, with commands of its own, is light
-
-    @property
-    def module(self) -> str:
-        """The command's module in `chargpt.cli`."""
-        return {"decompress": "compress", "import": "import_"}.get(self.name, self.name)
-
-    @property
-    def page(self) -> Path:
-        """What `--help` prints."""
-        return HELP_PAGES / f"{self.name}.txt"
-
-    @property
-    def help(self) -> str:
-        """The first line of the command's docstring, which its page has after the usage."""
-        if self.summary or not self.page.exists():
-            return self.summary
-        return self.page.read_text(encoding="utf-8").split("\n\n")[1].strip()
-
-
-NAMES = (
+COMMANDS = (
     "train sample evaluate compare score compress decompress explain report play export import "
-    "runs verify doctor config"
+    "runs verify doctor config data"
 ).split()
-COMMANDS = (*map(Command, NAMES), Command("data", "List, describe and fetch texts."))
+MODULES = {"decompress": "compress", "import": "import_"}  # in `chargpt.cli`; else named like it
 SETTINGS: dict[str, Any] = {
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
@@ -71,47 +47,27 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class SubcommandParser(TyperCommand):
-    """A command that names the remedy for arguments that it does not have."""
-
-    allow_extra_args = True
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list(args)  # which parsing empties
-        extra = super().parse_args(ctx, args)
-        if extra and not ctx.resilient_parsing:
-            message = f"Got unexpected extra argument(s) ({' '.join(extra)})"
-            raise ConfigError(
-                f"{textwrap.shorten(message, 200, placeholder=' ...')}"
-                f"{remedy_for(extra, given, ctx.info_name)}; see `{ctx.command_path} --help`"
-            )
-        return extra
+def help_page(command: str) -> Path:
+    """Return the file with what `--help` of a command prints."""
+    return HELP_PAGES / f"{command}.txt"
 
 
-def remedy_for(extra: list[str], given: list[str], command: str) -> str:
-    """Return what to write instead of arguments that a command does not have, or ""."""
-    if "--resume" in given:
-        return "; --resume takes no value: `chargpt train --resume RUN` resumes a run"
-    if not any(map(os.path.isfile, extra)):
+def help_line(command: str) -> str:
+    """Return the first line of a command's docstring, which its page has after the usage."""
+    if not help_page(command).exists():  # of a new command
         return ""
-    if command == "evaluate":
-        return "; --text FILE names another text"
-    # the shell may have expanded a pattern
-    is_list = sum(map(os.path.isfile, given)) > 1
-    return "; a pattern such as '*.txt' needs quotes" if is_list else ""
+    return help_page(command).read_text(encoding="utf-8").split("\n\n")[1].strip()
 
 
-def load_command(command: Command) -> Any:
+def load_command(name: str) -> Any:
     """Import a command's module and return its click command."""
     # on a busy machine the import of PyTorch takes seconds
     with console.say_if_slow("loading PyTorch ..."), handling(exit_at_once):
-        module = import_module(f"chargpt.cli.{command.module}")
+        module = import_module(f"chargpt.cli.{MODULES.get(name, name)}")
     app = getattr(module, "app", None)
     if app is None:
         app = typer.Typer(add_completion=False, **SETTINGS)
-        app.command(command.name)(getattr(module, command.name))
-    for each in app.registered_commands:
-        each.cls = SubcommandParser
+        app.command(name)(getattr(module, name))
     return typer.main.get_command(app)
 
 
@@ -119,22 +75,17 @@ class LazyGroup(TyperGroup):
     """A group that imports a command when it is called, not when it is listed."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] == "resume":
-            raise ConfigError(
-                "No such command 'resume'; `chargpt train --resume RUN` resumes a run; see "
-                "`chargpt --help`"
-            )
         name, _, remaining = super().resolve_command(ctx, args)
-        found = next((command for command in COMMANDS if command.name == name), None)
-        if found and remaining[:1] in (["--help"], ["-h"]):
-            show_help_page(found)
-        return name, found and load_command(found), remaining
+        if name and remaining[:1] in (["--help"], ["-h"]):
+            show_help_page(name)
+        return name, name and load_command(name), remaining
 
 
-def show_help_page(command: Command) -> None:
+def show_help_page(command: str) -> None:
     """Print a command's help page and exit, if there is one and the terminal is wide enough."""
-    if command.page.exists() and console.terminal_size(sys.stdout)[0] >= HELP_COLUMNS:
-        console.out(command.page.read_text(encoding="utf-8").rstrip())
+    page = help_page(command)
+    if page.exists() and console.terminal_size(sys.stdout)[0] >= HELP_COLUMNS:
+        console.out(page.read_text(encoding="utf-8").rstrip())
         raise typer.Exit
 
 
@@ -146,7 +97,7 @@ app = typer.Typer(
     **SETTINGS,
 )
 for _command in COMMANDS:  # placeholders, for the list of commands
-    app.command(_command.name, help=_command.help)(lambda: None)
+    app.command(_command, help=help_line(_command))(lambda: None)
 
 
 def _show_version(value: bool) -> None:
@@ -168,13 +119,15 @@ def main(
 def run() -> NoReturn:
     """Run the command line and exit with its code."""
     console.started = time.perf_counter()
-    console.has_ranks = sys.argv[1:2] == ["train"]
+    console.is_silent = False
+    with suppress(DeviceError):  # which `train` rejects
+        console.is_silent = sys.argv[1:2] == ["train"] and not is_main_rank()
     open_streams()
     # Importing torch makes a million objects that stay. Collecting garbage among them at Python's
     # default rate takes a fifth of a start.
     gc.set_threshold(200_000, 10, 10)
     command = typer.main.get_command(app)
-    with shown_notes():
+    with console.shown_notes():
         code = exit_code_of(lambda: command.main(prog_name="chargpt", standalone_mode=False))
     if console.has_process_group():
         # the command failed on this rank: destroying the process group could wait for the others
@@ -218,9 +171,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             console.out(error.format_message())
             return 0
-        context = getattr(error, "ctx", None)
-        hint = f"; see `{context.command_path} --help`" if context else ""
-        message, code = f"{_in_own_words(error)}{hint}", 2
+        message, code = _describe_usage(error, sys.argv), 2
     except (typer.Abort, KeyboardInterrupt):
         console.say("stopped")
         return INTERRUPTED
@@ -237,21 +188,24 @@ def exit_code_of(command: Callable[[], Any]) -> int:
     return code
 
 
-def _in_own_words(error: Any) -> str:
-    """Return the message of an error in an argument, with the range of a number.
+def _describe_usage(error: Any, words: Sequence[str]) -> str:
+    """Return the sentence about an error in the words of a command line, and what to write instead.
 
-    Typer's versions check values by click or by pydantic, each in its words. All numbers have a
-    lower limit.
+    Typer's versions check values by click or by pydantic, each in its words.
     """
     message = str(error.format_message()).replace("Value error, ", "")
-    parameter = getattr(error, "param", None)
-    limits = parameter if hasattr(parameter, "min") else getattr(parameter, "type", None)
-    low, high = getattr(limits, "min", None), getattr(limits, "max", None)
-    if low is None or not isinstance(error, typer.BadParameter):
-        return message.rstrip(".").replace("\n", " ")
-    kind = "an integer" if "integer" in message else "a number"
-    span = f"of {low:g} or more" if high is None else f"from {low:g} to {high:g}"
-    return f"{message.partition(':')[0]}: expected {kind} {span}"
+    message = textwrap.shorten(message.rstrip("."), 200, placeholder=" ...")
+    remedy = ""
+    if found := re.search(r"unexpected extra argument\S* \((.*)", message):
+        if "--resume" in words:
+            remedy = "; --resume takes no value: `chargpt train --resume RUN` resumes a run"
+        elif any(map(os.path.isfile, found[1].rstrip(")").split())):
+            if words[1] == "evaluate":
+                remedy = "; --text FILE names another text"
+            elif sum(map(os.path.isfile, words[2:])) > 1:  # the shell has expanded a pattern
+                remedy = "; a pattern such as '*.txt' needs quotes"
+    context = getattr(error, "ctx", None)
+    return f"{message}{remedy}; see `{context.command_path} --help`" if context else message
 
 
 def _describe(error: Exception) -> str:
@@ -268,7 +222,7 @@ def _describe(error: Exception) -> str:
             "there is not enough memory; lower train.batch_size or raise train.micro_batches, or "
             "make the model or its block smaller (training: resume a saved run with --resume)"
         )
-    if console.is_main():
+    if not console.is_silent:
         traceback.print_exception(error)
     return (
         "this is a bug in chargpt; please report it with all of the above and what `chargpt "

@@ -88,28 +88,11 @@ def reject(given: Mapping[str, object], cause: str) -> None:
             raise ConfigError(f"{name} {cause}; drop it")
 
 
-def given_settings(
-    set_: list[str] | None,
-    *,
-    seed: int | None = None,
-    device: str | None = None,
-    encoding: str | None = None,
-    encoding_errors: str | None = None,
-    from_run: Path | None = None,
-) -> dict[str, object]:
-    """Return the settings of -s, and of the options that are settings too, by dotted keys."""
-    text = encoding_changes(encoding, encoding_errors)
-    values = {
-        "seed": seed,
-        "device": device,
-        "train.from_run": None if from_run is None else str(from_run.absolute()),
-        **{f"text.{name}": value for name, value in text.items()},
+def given_settings(set_: list[str] | None = None, **options: object) -> dict[str, object]:
+    """Return the settings of -s, and of `options` that are settings too, by dotted keys."""
+    given = {
+        f"text.{name}" if name.startswith("encoding") else name: value
+        for name, value in options.items()
+        if value is not None
     }
-    given = {key: value for key, value in values.items() if value is not None}
     return {**dict(map(parse_override, set_ or ())), **given}
-
-
-def encoding_changes(encoding: str | None, encoding_errors: str | None) -> dict[str, str]:
-    """Return those settings of `TextConfig` that the options give."""
-    given = {"encoding": encoding, "encoding_errors": encoding_errors}
-    return {name: value for name, value in given.items() if value is not None}

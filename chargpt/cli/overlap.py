@@ -43,14 +43,13 @@ class SampleOverlap:
                 place = places.get(match["text"])
                 match |= place._asdict() if place else dict.fromkeys(Place._fields)
             overlaps.append({"longest": next(iter(values["matches"]), None), **values})
-        if not self.corpus.tokenizer.eos_token:
-            return {"overlap": overlaps}
-
-        finished = set(self.finished)
-        documents = [text if text in finished else None for text in texts]
-        new = [None if each is None else each not in self.report.known for each in documents]
-        copied = [None if each is None else each in self.report.copied for each in documents]
-        return {"overlap": overlaps, "new": new, "copied": copied}
+        result: dict[str, Any] = {"overlap": overlaps}
+        if self.corpus.tokenizer.eos_token:  # else a text is no document
+            ended = [text if text in self.finished else None for text in texts]
+            known, copied = self.report.known, self.report.copied
+            result["new"] = [None if each is None else each not in known for each in ended]
+            result["copied"] = [None if each is None else each in copied for each in ended]
+        return result
 
 
 def measure(corpus: Corpus, texts: list[str], sampling: SampleConfig) -> SampleOverlap:
@@ -76,17 +75,22 @@ def mark(text: str, spans: list[tuple[int, int]]) -> str:
 
 def print_overlap(overlap: SampleOverlap, texts: list[str], sampling: SampleConfig) -> None:
     """Print what was found below the samples: documents or lines that are new, and the matches."""
+    report, finished = overlap.report, overlap.finished
     has_documents = bool(overlap.corpus.tokenizer.eos_token)
+    if has_documents and finished:
+        groups = {"sampled": finished, "distinct": set(finished)}
+        print_new("documents", groups, report.copied, report.known)
+    whole, longest = "whole documents or ", ""
     if not has_documents:
-        print_longest(overlap.report)
-    else:
-        if overlap.finished:
-            groups = {"sampled": overlap.finished, "distinct": set(overlap.finished)}
-            print_new("documents", groups, overlap.report.copied, overlap.report.known)
-        console.out_sentence(
-            "⟦…⟧: verbatim matches with the training split, of whole documents or "
-            f"{MIN_MATCH} characters or more"
+        whole, matches = "", report.longest_matches()
+        longest = (
+            f"; the longest: {matches[0].length if matches else 0:,} characters (the median of "
+            f"equally long parts of the validation split: {report.longest_in_val:,})"
         )
+    console.out_sentence(
+        f"⟦…⟧: verbatim matches of {whole}{MIN_MATCH} characters or more with the training split"
+        f"{longest}"
+    )
     print_matches(overlap)
     print_novel(overlap)
     # lines that the model has ended, with what the prompt has of the first
@@ -111,21 +115,6 @@ def print_new(
         rows.append([name, *(f"{number:,}" for number in numbers)])
     columns = ["number", "not in the text", "in the training split", "in others"]
     tables.table([kind, *columns], rows)
-
-
-def print_longest(report: OverlapReport) -> None:
-    """Print the length of the longest match, beside that of validation text."""
-    usual = report.longest_in_val or f"under {MIN_MATCH}"
-    reference = f"the median of equally long parts of the validation split: {usual}"
-    if matches := report.longest_matches():
-        console.out_sentence(
-            f"⟦…⟧: verbatim matches of {MIN_MATCH} characters or more with the training split; the "
-            f"longest: {matches[0].length:,} characters ({reference})"
-        )
-    else:
-        console.out_sentence(
-            f"no part of {MIN_MATCH} characters or more occurs in the training split ({reference})"
-        )
 
 
 def print_matches(overlap: SampleOverlap) -> None:

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from chargpt.cli import console, notes
+from chargpt.cli import console
 
 PLAIN_LINE_SECONDS = 5.0
 DELAY_SECONDS = 0.5  # shorter work shows no bar
@@ -23,7 +23,7 @@ class ProgressBar:
         self.unit, self.done = unit, initial
         self.bar: tqdm[NoReturn] | None = None
         self.last_line, self.last_done = time.monotonic(), initial
-        if console.is_main() and sys.stderr.isatty():
+        if not console.is_silent and sys.stderr.isatty():
             # tqdm's own dynamic_ncols shows no bar on a terminal that does not know its rows
             ncols, nrows = console.terminal_size(sys.stderr)
             self.bar = tqdm(
@@ -38,7 +38,7 @@ class ProgressBar:
                 delay=DELAY_SECONDS,
                 colour=None if os.environ.get("NO_COLOR") else "cyan",
             )
-            notes.writers.append(self.write)
+            console.writers.append(self.write)
 
     def update(self, done: int, total: int, detail: Callable[[], str] | None) -> None:
         """Show that `done` of `total` units are done.
@@ -55,7 +55,8 @@ class ProgressBar:
             self.bar.update(step)
             return
         now = time.monotonic()
-        if detail is not None and console.is_main() and now - self.last_line >= PLAIN_LINE_SECONDS:
+        is_due = now - self.last_line >= PLAIN_LINE_SECONDS
+        if detail is not None and is_due and not console.is_silent:
             rate = (done - self.last_done) / max(now - self.last_line, 1e-9)
             # after a rollback the rate is negative
             left = f", {console.duration((total - done) / rate)} left" if rate > 0 else ""
@@ -79,7 +80,7 @@ class ProgressBar:
         if self.bar is not None:
             self.bar.close()
             with suppress(ValueError):  # it is closed already
-                notes.writers.remove(self.write)
+                console.writers.remove(self.write)
 
 
 @contextmanager

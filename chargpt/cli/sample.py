@@ -1,33 +1,41 @@
 """`chargpt sample`: text generated from a trained model."""
 
+import json
 import re
 import secrets
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 
 import torch
 import typer
 
 from chargpt.cli import console, options, runs
-from chargpt.cli.interactive import interact, print_stream
 from chargpt.cli.overlap import SampleOverlap, is_finished, mark, measure, print_overlap
 from chargpt.cli.progress import show_progress
-from chargpt.config import Config, SampleConfig, TextConfig, unescape
-from chargpt.errors import ConfigError
+from chargpt.config import Config, SampleConfig, TextConfig, parse_override, unescape
+from chargpt.errors import ChargptError, ConfigError, TextError
 from chargpt.inference.generation import sample as sample_texts
+from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
 from chargpt.text.prepare import read_text
-from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import UnknownPolicy
 
-MAX_RUN, MAX_RUN_FRACTION = 40, 1 / 3  # characters in a row that are the same, of a sample
+with suppress(ImportError):
+    import readline  # noqa: F401  # input() then edits the line and remembers earlier ones
+
+HELP = (
+    "Type the start of a text and press Enter: the model continues it. An empty line continues the "
+    "last text, or begins a new document. `/temperature 0.5` changes a setting and `/temperature` "
+    "prints it, also length, top_k, top_p, min_p, seed, stop (`/stop []`: none) and unknown. "
+    "Ctrl-C ends a text, Ctrl-D or `/quit` the command."
+)
+CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop", "unknown")
 
 
 def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
-    """Return the option of a field of `SampleConfig`, whose meaning, default and bounds it has.
-
-    The upper limit of an integer is left to the config, whose error names a remedy.
+    """Return the option of a field of `SampleConfig`, with its meaning and default.
 
     Args:
         name: of the field.
@@ -36,26 +44,10 @@ def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
         help_: begins the help.
     """
     field = SampleConfig.model_fields[name]
-    bounds = {
-        key: getattr(each, key)
-        for each in field.metadata
-        for key in ("ge", "gt", "le")
-        if hasattr(each, key)
-    }
-    meaning = " ".join((field.description or "").split()).rstrip(".")
-    if isinstance(field.default, int) and "le" in bounds:
-        meaning = f"{meaning}, at most {bounds.pop('le')}"
-    if field.default is None:
-        meaning = f"{meaning.replace('null: ', '')} by default"
-    else:
-        meaning = f"{meaning}; {field.default} by default"
+    meaning = " ".join((field.description or "").split()).rstrip(".").replace("null: ", "")
+    default = "" if field.default is None else f"; {field.default}"
     return typer.Option(
-        None,
-        *flags,
-        metavar=metavar,
-        help=f"{help_} {meaning}.".strip(),
-        min=bounds.get("ge", bounds.get("gt")),
-        max=bounds.get("le"),
+        None, *flags, metavar=metavar, help=f"{help_} {meaning}{default} by default.".strip()
     )
 
 
@@ -134,7 +126,6 @@ def sample(
     if config.sample.seed is None and settings.temperature and sys.stdout.isatty() and not json_:
         console.say(f"--seed {settings.seed} gives the same text")
     say_cut(loaded, texts, settings)
-    say_repetition(texts, settings)
 
 
 def as_json(
@@ -161,8 +152,6 @@ def given_prompt(prompt: str | None, file: str | None, encoding: str | None) -> 
             console.say("the prompt ends with a line end, so the samples continue on a new line")
         return prompt
     options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
-    if prompt == STDIN:
-        console.say("the prompt is a dash; --prompt-file - reads standard input")
     if re.search(r"\\[nt]", prompt or ""):
         console.say(
             r"\n and \t in --prompt are two characters each; for line ends and tabs use "
@@ -192,22 +181,6 @@ def say_cut(run: Run, texts: list[str], settings: SampleConfig) -> None:
         console.say(
             f"documents cut at {console.characters(settings.length)}: {n_cut:,} of "
             f"{len(texts):,}; a higher -n finishes them"
-        )
-
-
-def say_repetition(texts: list[str], settings: SampleConfig) -> None:
-    """Print how many samples repeat one character for long, and what repeats less."""
-    n_repetitive = 0
-    for text in texts:
-        sampled = text[len(settings.prompt) :]
-        runs_of_one = (run[0] for run in re.finditer(r"(.)\1*", sampled, re.DOTALL))
-        longest = max(map(len, runs_of_one), default=0)
-        n_repetitive += longest > max(MAX_RUN, MAX_RUN_FRACTION * len(sampled))
-    if n_repetitive:
-        console.say(
-            f"samples with a long run of one character: {n_repetitive:,} of {len(texts):,}; "
-            "a higher --temperature without --top-k, --top-p and --min-p repeats less, and so does "
-            "a model that was trained longer"
         )
 
 
@@ -241,3 +214,87 @@ def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
         for name in SampleConfig.model_fields:  # name the options instead of the settings
             message = message.replace(f"sample.{name}", f"--{name.replace('_', '-')}")
         raise ConfigError(message) from None
+
+
+def interact(run: Run, config: Config, unknown: UnknownPolicy | None) -> None:
+    """Read lines from standard input until its end; print a continuation of each.
+
+    A seed of null is a new seed for each text; without `unknown`, that of the config is used.
+    """
+    if sys.stdin is None:
+        raise TextError("standard input is closed; type or pipe the prompts")
+    console.say(HELP)
+    config = config.with_values({"sample.num_samples": 1})
+    if unknown is not None:
+        config = config.with_values({"text.unknown": unknown})
+    text = config.sample.prompt
+    while True:
+        try:
+            line = input("> ")
+        except KeyboardInterrupt:
+            console.out("")
+            continue
+        except EOFError:
+            break
+        try:
+            if line.strip() == "/help":
+                console.say(HELP)
+            elif line.strip() in ("/quit", "/exit"):
+                break
+            elif re.match(r"/[\w-]+( |=|$)", line):  # and not a path
+                config = change_setting(config, line[1:])
+            else:
+                last = "" if run.tokenizer.eos_token else text
+                if config.text.unknown != "error":
+                    runs.say_unknown(run, run.tokenizer.find_unknown(line), config.text.unknown)
+                settings = config.sample.model_copy(update={"prompt": line or last})
+                text = print_stream(run, settings, config.text.unknown, (KeyboardInterrupt,))
+        except ChargptError as error:
+            message = str(error).replace("--unknown", "/unknown")
+            console.say("chargpt: " + message.removeprefix("sample.").removeprefix("text."))
+    if sys.stdin.isatty():
+        console.out("")
+
+
+def change_setting(config: Config, written: str) -> Config:
+    """Return the config with a setting changed, written like `temperature 0.5`; print its value.
+
+    Raises:
+        ConfigError: there is no such setting, or the value is invalid.
+    """
+    name, value = [*re.split("[ =]+", written.strip(), maxsplit=1), ""][:2]
+    name = name.replace("-", "_")
+    if name not in CHANGEABLE:
+        raise ConfigError(f"there is no setting {name!r:.40}; there are {', '.join(CHANGEABLE)}")
+    section = "text" if name == "unknown" else "sample"
+    key = f"{section}.{name}"
+    if name == "stop" and value[:1] not in ("", "[", '"'):  # any text, as --stop takes it
+        config = config.with_values({key: (unescape(value),)})
+    elif value.strip():
+        config = config.with_values(dict([parse_override(f"{key}={value.strip()}")]))
+    now = getattr(getattr(config, section), name)
+    console.say(f"{name} is {json.dumps(now, ensure_ascii=False)}")
+    return config
+
+
+def print_stream(
+    run: Run,
+    settings: SampleConfig,
+    unknown: UnknownPolicy | None,
+    ended_by: tuple[type[BaseException], ...] = (),
+) -> str:
+    """Print a text as it is sampled, and return it with its prompt.
+
+    Args:
+        unknown: instead of that of the run's config.
+        ended_by: exceptions that end the text, not the command.
+    """
+    text = settings.prompt
+    pieces = stream_run(run, settings, unknown=unknown)
+    console.out_text(text)
+    with suppress(*ended_by):
+        for (piece,) in pieces:
+            text += piece
+            console.out_text(piece)
+    console.out("")
+    return text

@@ -10,7 +10,6 @@ from chargpt.cli.progress import show_progress
 from chargpt.errors import MissingTextError
 from chargpt.inference import scoring
 from chargpt.text.prepare import read_text
-from chargpt.text.source import find_source
 from chargpt.training.adaptive import adaptive_losses
 
 SHOWN = 3  # lines at each end of the ranking
@@ -48,16 +47,14 @@ def score(
     loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture or adaptive)
     if text == "-" and sys.stdin is not None and sys.stdin.isatty():
         console.say("type the text; Ctrl-D ends it")
-    changes = options.encoding_changes(encoding, encoding_errors)
-    settings = loaded.config.text.model_copy(update={**changes, "documents": None})
+    changes = options.given_settings(encoding=encoding, encoding_errors=encoding_errors)
+    settings = loaded.config.with_values({**changes, "text.documents": None}).text
     try:
         content = read_text(text, settings)
     except MissingTextError as error:
         raise MissingTextError(
             f"{error}; to score a text itself, pipe it in: echo TEXT | chargpt score {run}"
         ) from None
-    if len(find_source(text, settings.suffixes).files) > 1:
-        console.say("lines are numbered through all files, joined in that order")
     runs.warn_of_own_text(loaded, text, content)
     separator = loaded.config.text.documents
     if separator not in (None, "lines", "files") and separator in content:

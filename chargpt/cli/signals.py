@@ -5,7 +5,6 @@ While a run trains, `training.interrupts.deferred_signals` replaces the handler.
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -35,7 +34,7 @@ def hang_up(number: int) -> None:
 def say_stopping(number: int) -> None:
     """Say that training stops after the present step."""
     hang_up(number)
-    if console.is_main():  # without Python's streams, which the signal may have interrupted
+    if not console.is_silent:  # without Python's streams, which the signal may have interrupted
         with suppress(OSError):
             os.write(2, b"\nstopping after this step (another Ctrl-C stops at once)\n")
 
@@ -58,7 +57,7 @@ def exit_at_once(number: int, _frame: object) -> None:
 
     An exception instead could be lost: modules in C drop those of the imports that they begin.
     """
-    if console.is_main():
+    if not console.is_silent:
         with suppress(OSError):
             os.write(2, b"stopped\n")
     os._exit(128 + number)
@@ -72,17 +71,7 @@ def catch_signals() -> Iterator[None]:
         Stopped: at the end, if a signal came that has not ended the command yet.
     """
     signals = Signals()
-    previous_hook = sys.unraisablehook
-
-    def hide_stopped(dropped: "sys.UnraisableHookArgs") -> None:
-        if not isinstance(dropped.exc_value, Stopped):
-            previous_hook(dropped)
-
-    sys.unraisablehook = hide_stopped
-    try:
-        with handling(signals):
-            yield
-            if signals.caught:
-                raise Stopped(signals.caught[0])
-    finally:
-        sys.unraisablehook = previous_hook
+    with handling(signals):
+        yield
+        if signals.caught:
+            raise Stopped(signals.caught[0])

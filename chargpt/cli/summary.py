@@ -1,85 +1,20 @@
-"""What `chargpt train` prints before the first step and after the last."""
+"""What `chargpt train` prints after the last step: losses, next commands and the report."""
 
 import shlex
 from dataclasses import asdict
 
-import torch
-
+from chargpt.analysis.report import write_report
 from chargpt.analysis.result import RunScores, evaluate_run, summarize
 from chargpt.cli import console, tables
 from chargpt.cli.progress import show_progress
-from chargpt.config import ModelConfig
-from chargpt.device import default_threads
 from chargpt.errors import ChargptError, Stopped
 from chargpt.files import exists
 from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.run import Run, load_run
 from chargpt.training.deadline import RESERVE
+from chargpt.training.finetune import forgetting
+from chargpt.training.mixing import try_add_mixture
 from chargpt.training.start import Session
-
-LABEL = 8  # columns of the plan's labels
-
-
-def show_plan(session: Session) -> None:
-    """Print what is about to be trained, for how long, on what, and what a budget has chosen."""
-    trainer, cost = session.trainer, session.cost
-    if session.pace is not None and (plan := session.pace.plan) is not None:
-        reason = "the model size is given"
-        if plan.size_was_chosen:
-            reason = "size with the lowest predicted loss"
-        seconds = console.duration(session.pace.deadline.seconds)
-        speed = plan.speed * trainer.corpus.characters_per_token
-        console.say(f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}")
-    config, corpus = trainer.config, trainer.corpus
-    rare = ""
-    if corpus.rare_count:
-        rare = f"; rarer ones, {corpus.rare_fraction:.2%} of the text, are {corpus.rare_form}"
-    lengths = ", ".join(
-        f"{corpus.count_characters(name):,} {name}"
-        for name in ("mixture", "train", "val", "test")
-        if len(corpus.split(name))
-    )
-    documents = ""
-    if corpus.n_documents:
-        documents = f"{corpus.n_documents:,} documents, shuffled by text.seed {config.text.seed}; "
-    n_threads, most = torch.get_num_threads(), default_threads()
-    threads = f"{n_threads} thread{'' if n_threads == 1 else 's'}"
-    threads = f"{n_threads} of {most} threads" if n_threads < most else threads
-    on_device = in_brackets(trainer.device_reason, threads if trainer.device.type == "cpu" else "")
-    epochs = f"{cost.epochs:.1f}" if cost.epochs >= 0.1 else f"{cost.epochs:.1g}"
-    tokens = " tokens" if corpus.characters_per_token < 1 else ""
-    ranks = f" x {trainer.group.world_size} processes" if trainer.group.world_size > 1 else ""
-    console.say(
-        f"text    {corpus.name}: {documents}{console.characters(corpus.n_characters)} ({lengths})\n"
-        f"vocab   {corpus.tokenizer.describe()}{rare}\n"
-        f"model   {describe_model(config.model)}, {cost.parameters:,} parameters\n"
-        f"device  {trainer.device.type}{ranks}{on_device}, "
-        f"{config.dtype}{in_brackets(trainer.dtype_reason)}\n"
-        f"plan    {cost.steps:,} steps x {config.train.batch_size} sequences x "
-        f"{config.model.block_size}{tokens} = {console.short(cost.characters)} characters "
-        f"({epochs} epochs)\n"
-        f"needs   about {console.size(cost.memory_bytes)} for model and batches, and "
-        f"{console.duration(cost.seconds)}",
-        hanging=LABEL * " ",
-    )
-
-
-def in_brackets(*words: str) -> str:
-    """Return the words that are not empty in brackets."""
-    present = ", ".join(word for word in words if word)
-    return f" ({present})" if present else ""
-
-
-def describe_model(model: ModelConfig) -> str:
-    """Return a model's settings in a few words."""
-    if model.kind == "bigram":
-        return "bigram table"
-    heads = "1 head" if model.n_head == 1 else f"{model.n_head} heads"
-    attention = {"full": heads, "average": "average", "none": "no attention"}
-    return (
-        f"{model.kind} {model.n_layer} layers x {model.n_embd} wide, {attention[model.attention]}, "
-        f"block {model.block_size}"
-    )
 
 
 def show_result(session: Session, *, json_: bool = False) -> None:
@@ -99,14 +34,16 @@ def show_result(session: Session, *, json_: bool = False) -> None:
 def _show_result(session: Session, *, json_: bool) -> None:
     trainer, folder, state = session.trainer, session.folder, session.trainer.state
     best = load_run(folder.path, "best", str(trainer.device))
-    mixture_run = session.add_mixture(best)
+    mixture_run = try_add_mixture(best, trainer.corpus)
     validation = trainer.float32_validation(best.step)
     scores = evaluate_run(best, trainer.corpus, session.baselines, mixture_run, validation)
     records = folder.metrics.records()
     sentences = summarize(best, scores, records)
-    forgotten = session.forgetting(best)
-    if forgotten is not None and session.base_run is not None:
-        sentences.append(forgotten.describe(session.base_run))
+    forgotten = None
+    if session.base_run is not None:
+        forgotten = forgetting(session.base_run, best)
+        if forgotten is not None:
+            sentences.append(forgotten.describe(session.base_run))
     sentences += describe_resumption(session)
     has_report = state.seconds >= RESERVE.min_report_budget
     if session.pace is not None:
@@ -138,12 +75,10 @@ def _show_result(session: Session, *, json_: bool) -> None:
 
 def describe_resumption(session: Session) -> list[str]:
     """Return a sentence if the steps of a resumed run were in vain."""
-    state, resumed_at = session.trainer.state, session.resumed_at
-    if resumed_at is None or (state.best_step or 0) > resumed_at:
+    best_step, resumed_at = session.trainer.state.best_step or 0, session.resumed_at
+    if resumed_at is None or best_step > resumed_at:
         return []
-    n_further = state.step - resumed_at
-    steps = "further step" if n_further == 1 else f"{n_further:,} further steps"
-    return [f"The {steps} did not lower the validation loss."]
+    return [f"The steps after {resumed_at:,} did not lower the validation loss."]
 
 
 def print_result(
@@ -158,21 +93,16 @@ def print_result(
 
     `may_improve`: whether more steps may help a finished run.
     """
-    state, config = session.trainer.state, session.trainer.config
-    tables.table(
-        ["model", "split", "nats/char", "bits/char", "perplexity"], scores.rows(config.model.kind)
-    )
+    state, kind = session.trainer.state, session.trainer.config.model.kind
+    tables.table(["model", "split", "nats/char", "bits/char", "perplexity"], scores.rows(kind))
     for sentence in (f"Losses on {scores.scored_on}.", *sentences):
         console.out_sentence(sentence)
     best_step = f"the best checkpoint is step {state.best_step:,}"
     if state.best_step == 0:
-        start = config.train.from_run
-        before = f"{start}, with which it began" if start else "the untrained model"
-        best_step = f"no checkpoint is better than {before}; commands use the last one"
-    seconds = console.duration(state.seconds)
-    earlier = ", those before --resume included" if session.resumed_at is not None else ""
-    steps = "1 step" if state.step == 1 else f"{state.step:,} steps"
-    console.out_sentence(f"trained {steps} in {seconds}{earlier}; {best_step}")
+        best_step = "no checkpoint is better than the weights at the start; commands use the last"
+    console.out_sentence(
+        f"trained to step {state.step:,} in {console.duration(state.seconds)}; {best_step}"
+    )
     path = shlex.quote(str(session.folder.path))
     more = f" -s train.max_steps={2 * state.step}" if session.trainer.finished else ""
     mixture = " --mixture" if scores.has_better_mixture else ""
@@ -187,8 +117,6 @@ def print_result(
 
 def show_report(session: Session, best: Run, scores: RunScores, *, json_: bool) -> None:
     """Write the report page and print where it is."""
-    from chargpt.analysis.report import write_report  # which would delay the first step
-
     try:
         with show_progress("section", "of the report") as on_progress:
             corpus = session.trainer.corpus
@@ -197,5 +125,4 @@ def show_report(session: Session, best: Run, scores: RunScores, *, json_: bool) 
         path = shlex.quote(str(session.folder.path))
         console.say(f"no report: {error}; `chargpt report {path}` tries again")
     else:
-        show = console.say if json_ else console.out
-        show(f"report: {page}")
+        (console.say if json_ else console.out)(f"report: {page}")

@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options
-from chargpt.cli.loop import run_steps
+from chargpt.cli.loop import run_steps, show_plan
 from chargpt.cli.progress import LoadingProgress
 from chargpt.cli.signals import catch_signals
-from chargpt.cli.summary import show_plan, show_result
 from chargpt.errors import ConfigError, FinishedError
 from chargpt.training.request import DEFAULT_BUDGET, Request, StartMode
 from chargpt.training.start import open_session
@@ -77,8 +76,9 @@ def train(
         device=device,
         encoding=encoding,
         encoding_errors=encoding_errors,
-        from_run=from_,
     )
+    if from_ is not None:
+        settings["train.from_run"] = str(from_.absolute())
     request = Request(
         path=text,
         config=config,
@@ -100,6 +100,8 @@ def train(
             show_plan(session)
             run_steps(session)
             if session.trainer.group.is_main:
+                from chargpt.cli.summary import show_result  # which would delay the first step
+
                 show_result(session, json_=json_)
             session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
     except FinishedError as error:

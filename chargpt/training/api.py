@@ -13,6 +13,7 @@ from chargpt.log import collected_notes, logger
 from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.run import Run, load_run
 from chargpt.text.source import require_text
+from chargpt.training.mixing import try_add_mixture
 from chargpt.training.request import Request, StartMode
 from chargpt.training.start import Session, open_session
 
@@ -108,7 +109,7 @@ def train(
             return load_run(str(request.out), device=device or "auto")
         run = load_run(session.folder.path, device=device or "auto")
         if is_main_rank():
-            session.add_mixture(run)
+            try_add_mixture(run, session.trainer.corpus)
         if (late := session.late_note()) is not None:
             logger.warning(late)
     return replace(run, notes=tuple(notes))

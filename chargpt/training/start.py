@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from chargpt.config import Config
 from chargpt.device import choose_device
@@ -38,9 +37,6 @@ from chargpt.training.deadline import Pace
 from chargpt.training.interrupts import deferred_signals
 from chargpt.training.request import Request, StartMode
 from chargpt.training.trainer import StepReport, Trainer
-
-if TYPE_CHECKING:
-    from chargpt.training.finetune import Forgetting
 
 EXISTING: dict[StartMode, Existing] = {
     StartMode.NEW: "reject",
@@ -86,20 +82,6 @@ class Session:
             raise Stopped(caught[0], is_saved=True)
         if self.trainer.stopped_by == "signal":  # that of another rank, whose number is not known
             raise Stopped(signal.SIGTERM, is_saved=True)
-
-    def add_mixture(self, run: Run) -> Run | None:
-        """Fit the mixture of the finished run; None if it has none (`try_add_mixture`)."""
-        from chargpt.training.mixing import try_add_mixture  # the first step does not need it
-
-        return try_add_mixture(run, self.trainer.corpus)
-
-    def forgetting(self, run: Run) -> "Forgetting | None":
-        """Return what the finished run, if fine-tuned, has forgotten of the base run's text."""
-        if self.base_run is None:
-            return None
-        from chargpt.training.finetune import forgetting  # the first step does not need it
-
-        return forgetting(self.base_run, run)
 
     def late_note(self) -> str | None:
         """Return a sentence if a budgeted command has taken longer than was announced."""

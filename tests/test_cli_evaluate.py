@@ -1,0 +1,81 @@
+"""`chargpt evaluate` and `chargpt score`: a run's own text and others."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import Cli
+from shared_runs import EVALUATION_KEYS
+
+from chargpt.analysis.result import loss_cells
+from chargpt.store.run import load_run
+
+
+@pytest.mark.parametrize("protocol", ["blocks", "sliding", "nanogpt"])
+def test_evaluate_prints_one_json_object_with_the_documented_keys(
+    protocol: str, trained: Path, cli: Cli
+) -> None:
+    facts = json.loads(cli("evaluate", trained, "--protocol", protocol, "--json").stdout)
+    assert set(facts) == EVALUATION_KEYS
+    assert facts["protocol"] == protocol
+    assert facts["bits_per_char"] == pytest.approx(facts["nats_per_char"] / math.log(2))
+    assert 1 < facts["nats_per_char"] < 4.5
+
+
+def test_evaluate_prints_protocol_split_and_block_size(trained: Path, cli: Cli) -> None:
+    shown = cli("evaluate", trained, "--split", "train").stdout
+    assert "train split: protocol blocks, blocks of 16" in shown
+    assert "characters scored" in shown
+
+
+def test_unknown_characters_are_counted_and_named(trained: Path, cli: Cli) -> None:
+    Path("other.txt").write_text("the sea Ω and Ж the light\n" * 10)
+    for command, text in (("evaluate", ["--text", "other.txt"]), ("score", ["other.txt"])):
+        for policy, done in (("skip", "left out"), ("replace", "replaced by '")):
+            result = cli(command, trained, *text, "--unknown", policy, "--json")
+            assert json.loads(result.stdout)["n_unknown"] == 20
+            names = "('Ω' U+03A9, 'Ж' U+0416)"
+            assert f"20 characters outside the vocabulary {names}: {done}" in result.stderr
+
+
+def test_the_files_that_are_read_of_a_folder_are_printed(trained: Path, cli: Cli) -> None:
+    for name in ("a.txt", "b.txt", "c.h"):
+        Path("held", name).parent.mkdir(exist_ok=True)
+        Path("held", name).write_text("the sea\n")
+    for words in (("evaluate", trained, "--text", "held"), ("score", trained, "held")):
+        done = cli(*words)
+        assert "files read of held/: 2, which end in .txt" in done.stderr
+
+
+def test_a_passage_of_the_training_text_is_named_as_such(
+    trained: Path, cli: Cli, verse: Path
+) -> None:
+    text = verse.read_text(encoding="utf-8")
+    start = len(text) - len(load_run(trained).corpus().split("val"))
+    for name, content, is_own in (
+        ("excerpt.txt", text[1000:2000], True),
+        ("val.txt", text[start + 10 : start + 900], False),
+        ("short.txt", text[1000:1100], False),
+        ("changed.txt", text[1000:1500].replace("e", "a"), False),
+    ):
+        Path(name).write_text(content)
+        warning = f"a passage of {name} is in the text that the run was trained on"
+        assert (warning in cli("score", trained, name).stderr) == is_own, name
+        assert (warning in cli("evaluate", trained, "--text", name).stderr) == is_own, name
+
+
+def test_a_huge_perplexity_is_shown_in_few_digits() -> None:
+    assert loss_cells(math.log(65)) == ["4.1744", "6.0224", "65.00"]
+    assert loss_cells(146.184)[2] == "3.1e+63"
+    assert loss_cells(5000.0)[2] == "1.0e+304"
+
+
+def test_commands_name_the_run_that_they_took(trained: Path, cli: Cli) -> None:
+    shutil.copytree(trained, "runs/mine")
+    for args in (("sample", "--length", "5"), ("evaluate",), ("verify",), ("explain",)):
+        done = cli(*args)
+        assert done.returncode == 0, done.stderr
+        assert "run: runs/mine" in done.stderr
+        assert "run: " not in cli(args[0], "runs/mine", *args[1:]).stderr

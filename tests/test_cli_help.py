@@ -1,0 +1,115 @@
+"""The help of the program and of each command, without PyTorch; and unexpected errors."""
+
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Cli, run_python
+from shared_runs import QUICK
+
+from chargpt.cli import console
+from chargpt.cli import main as main_module
+from chargpt.cli.main import COMMANDS, HELP_COLUMNS, HELP_PAGES, help_page
+
+
+def test_help_and_lists_of_texts_import_nothing_heavy(tmp_path: Path) -> None:
+    lines = ["--help", "sample -h", *(f"{command} --help" for command in COMMANDS)]
+    code = (
+        "import sys\n"
+        "from chargpt.cli.main import run\n"
+        f"for line in {lines}:\n"
+        "    sys.argv = ['chargpt', *line.split()]\n"
+        "    try: run()\n"
+        "    except SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'yaml', 'matplotlib'} & set(sys.modules)))\n"
+        "sys.argv = ['chargpt', 'data', 'list']\n"
+        "try: run()\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    done = run_python(code, tmp_path)
+    assert done.stdout.count("Usage: chargpt ") == len(lines)
+    assert "\n[]\n" in done.stdout
+    assert done.stdout.endswith("\nFalse\n")
+
+
+def test_the_help_pages_are_those_of_the_commands(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
+    page = import_module("write_help_pages").page
+    assert {path.stem for path in HELP_PAGES.iterdir()} == set(COMMANDS)
+    for command in COMMANDS:
+        written = help_page(command).read_text(encoding="utf-8")
+        # versions of typer break lines differently
+        assert written.split() == page(command).split(), "run scripts/write_help_pages.py"
+        assert max(map(len, written.splitlines())) <= HELP_COLUMNS
+        assert "-\n" not in written  # an option or a word that is broken
+        assert cli(command, "--help").stdout.split() == written.split()
+        assert f"`chargpt {command}" in written or "COMMAND [ARGS]" in written, "an example"
+    monkeypatch.setattr("chargpt.cli.console.terminal_size", lambda _: (60, 24))
+    assert cli("train", "--help").stdout.split() == page("train").split()
+
+
+def test_no_arguments_show_the_help_and_version_is_printed(cli: Cli) -> None:
+    for printed in (cli().stdout, cli("--help").stdout):
+        assert all(f"  {command} " in printed for command in COMMANDS)
+        assert "..." not in printed.split("Commands:")[1]
+        assert "--install-completion" in printed
+    assert cli("--version").stdout.startswith("chargpt 0.")
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (ZeroDivisionError("oops"), "this is a bug in chargpt; please report it"),
+        (MemoryError(), "there is not enough memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "there is not enough memory"),
+    ],
+)
+def test_an_unexpected_exception_is_one_sentence_after_the_traceback_of_a_bug(
+    error: Exception, sentence: str, verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("chargpt.training.learner.Learner.clip_gradients", fail)
+    done = cli("train", verse, *QUICK)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"chargpt: {sentence}")
+    assert ("ZeroDivisionError: oops" in done.stderr) == ("bug" in sentence)
+
+
+def test_slow_loading_is_said_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow(name: str) -> object:
+        time.sleep(0.3)
+        return import_module(name)
+
+    monkeypatch.setattr(main_module, "import_module", slow)
+    for is_terminal, seconds, expected in ((True, 0.1, 1), (True, 0.6, 0), (False, 0.1, 0)):
+        monkeypatch.setattr(console, "NOTICE_SECONDS", seconds)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda result=is_terminal: result)
+        main_module.load_command("train")
+        time.sleep(0.4)
+        assert capsys.readouterr().err.count("loading PyTorch") == expected
+
+
+def test_an_import_that_drops_exceptions_does_not_drop_a_signal(tmp_path: Path) -> None:
+    code = (
+        "import signal, sys\n"
+        "from chargpt.cli import main\n"
+        "def load(name, load=main.import_module):\n"
+        "    try:\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "    except BaseException:\n"
+        "        pass\n"
+        "    return load(name)\n"
+        "main.import_module = load\n"
+        "sys.argv = ['chargpt', 'config']\n"
+        "main.run()\n"
+    )
+    done = run_python(code, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")

@@ -1,0 +1,162 @@
+"""`chargpt sample`, also interactively and on a terminal."""
+
+import io
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, Cli
+from shared_runs import QUICK, RARE
+
+
+def test_sample_prints_the_prompt_and_its_continuation(trained: Path, cli: Cli) -> None:
+    done = cli("sample", trained, "--prompt", "The ", "--length", "50", "--seed", "1")
+    assert done.returncode == 0
+    assert done.stdout.startswith("The ")
+    assert len(done.stdout) == 4 + 50 + 1
+    assert cli("sample", trained, "-p", "The ", "-n", "50", "--seed", "1").stdout == done.stdout
+
+
+def test_the_first_of_several_samples_equals_a_single_sample(trained: Path, cli: Cli) -> None:
+    args = ["sample", trained, "--length", "40", "--seed", "5", "--json"]
+    many = json.loads(cli(*args, "--num-samples", "3").stdout)
+    one = json.loads(cli(*args).stdout)
+    assert many["samples"][0] == one["samples"][0]
+    assert len(set(many["samples"])) == 3
+    assert cli("sample", trained, "--num-samples", "2").stdout.count("-- sample") == 2
+
+
+def test_several_samples_on_a_terminal_show_their_seed(
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    args = ("sample", trained, "--num-samples", "2", "-n", "9")
+    done = cli(*args)
+    seed = re.search(r"--seed (\d+) gives the same text", done.stderr)
+    assert seed is not None
+    again = cli(*args, "--seed", seed[1])
+    assert again.stdout == done.stdout
+    assert "--seed" not in again.stderr
+
+
+def test_control_characters_of_a_sample_are_replaced_on_a_terminal_only(
+    tmp_path: Path, cli: Cli
+) -> None:
+    Path("odd.txt").write_text("red \x1b[31m and back \x1b[0m\r\n" * 200, newline="")
+    assert cli("train", "odd.txt", *QUICK, "--out", "run").returncode == 0
+    args = ["sample", "run", "--prompt", "\x1b[31m", "--length", "200", "--seed", "1"]
+    args += ["--temperature", "2"]
+    assert cli(*args).stdout.count("\x1b") > 1
+    terminal, other_end = pty.openpty()
+    subprocess.run(
+        [sys.executable, "-m", "chargpt", *args],
+        stdout=other_end,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUTF8": "1"},
+        check=True,
+    )
+    shown = os.read(terminal, 10_000)
+    os.close(terminal)
+    os.close(other_end)
+    assert b"\x1b" not in shown
+    assert "\N{SYMBOL FOR ESCAPE}[31m".encode() in shown
+
+
+def test_a_prompt_comes_from_a_file_or_standard_input(
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("prompt.txt").write_text("The keeper")
+    Path("line.txt").write_text("The keeper\n")
+    options = ("--seed", 1, "--length", 9, "--prompt-file")
+    from_file = cli("sample", trained, *options, "prompt.txt")
+    assert from_file.stdout.startswith("The keeper")
+    assert "line end" not in from_file.stderr
+    assert "the prompt ends with a line end" in cli("sample", trained, *options, "line.txt").stderr
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"The keeper")))
+    assert cli("sample", trained, *options, "-").stdout == from_file.stdout
+
+
+def test_an_escape_in_a_prompt_is_said_to_be_none(trained: Path, cli: Cli) -> None:
+    escaped = cli("sample", trained, "-p", r"a\nb", "-n", "5", "--unknown", "skip")
+    assert "are two characters each" in escaped.stderr
+    assert "two characters" not in cli("sample", trained, "-p", "a\nb", "-n", "5").stderr
+
+
+def test_of_a_long_prompt_the_last_block_is_read(trained: Path, cli: Cli) -> None:
+    done = cli("sample", trained, "-p", "a" * 17, "-n", "1", "--seed", "1")
+    assert "the prompt has 17 characters; the model reads the last 16" in done.stderr
+    assert "the prompt has" not in cli("sample", trained, "-p", "a" * 16, "-n", "1").stderr
+    assert cli("train", trained.parent / "novel.txt", *QUICK, "--out", "r", *RARE).returncode == 0
+    done = cli("sample", "r", "-p", "漢字" * 4, "-n", "1")  # spelt by bytes
+    assert "the prompt has 24 tokens; the model reads the last 16" in done.stderr
+
+
+def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) -> None:
+    args = ["sample", trained, "--prompt", "The ж", "--length", "5", "--device", "cpu"]
+    skipped = cli(*args, "--unknown", "skip")
+    assert "1 character outside the vocabulary ('ж' U+0436): left out" in skipped.stderr
+    assert skipped.stdout.startswith("The ")
+    assert len(skipped.stdout) == len("The ") + 5 + 1
+    replaced = cli(*args, "--unknown", "replace")
+    assert "ж" not in replaced.stdout
+    assert len(replaced.stdout) == len("The ж") + 5 + 1
+
+
+def test_a_closed_output_pipe_is_no_error(trained: Path, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m chargpt sample {trained} --length 5000 | head -c 20"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        timeout=60,
+    )
+    assert done.stderr == ""
+    assert len(done.stdout) == 20
+
+
+def test_interactive_sampling_continues_each_line(
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = "The sea\n/num_samples 3\n/stop \\n\n/stop []\n/length 5\n/temperature 0\n"
+    typed += "The light\n\n/seed x\nΩ\n"
+    typed += "/unknown x\n/unknown skip\nThe Ω end\n/stop a=b: #\n/length = 6\n"
+    typed += '/stop ["END", "\\n"]\n'
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    done = cli("sample", trained, "-i", "--seed", "1")
+    assert done.returncode == 0, done.stderr
+    assert "Ctrl-D" in done.stderr
+    first, second, third, fourth = (
+        part for part in done.stdout.split("> ") if part.startswith("The")
+    )
+    assert len(first.rstrip("\n")) >= len("The sea") + 38
+    assert len(second.removesuffix("\n")) == len("The light") + 5
+    assert third.startswith(second.removesuffix("\n"))  # an empty line continues the text
+    assert "chargpt: seed: expected a number" in done.stderr
+    assert "there is no setting 'num_samples'" in done.stderr
+    assert 'stop is ["\\n"]' in done.stderr
+    assert "U+03A9; leave it out or replace it with /unknown skip" in done.stderr
+    assert "chargpt: unknown: expected 'error', 'skip' or 'replace'" in done.stderr
+    assert 'unknown is "skip"' in done.stderr
+    assert "1 character outside the vocabulary ('Ω' U+03A9): left out" in done.stderr
+    assert 'stop is ["a=b: #"]' in done.stderr
+    assert "length is 6" in done.stderr
+    assert 'stop is ["END", "\\n"]' in done.stderr
+    assert len(fourth.removesuffix("\n")) == len("The Ω end") + 5
+
+
+def test_interactive_sampling_takes_paths_as_text_and_ends_at_quit(
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = '/length 3\n/temperature 0\n/stop "\\n"\n/etc/apt the\n/quit\nThe sea\n'
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    done = cli("sample", trained, "-i", "--unknown", "skip")
+    assert done.returncode == 0, done.stderr
+    assert 'stop is ["\\n"]' in done.stderr
+    assert "there is no setting" not in done.stderr
+    assert "The sea" not in done.stdout

@@ -1,0 +1,140 @@
+"""What a terminal shows: sentences, tables and progress bars."""
+
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from conftest import Cli
+from rich.cells import cell_len
+from shared_runs import QUICK
+
+from chargpt.cli import console, progress, tables
+
+
+def on_terminal(*arguments: str, cwd: Path) -> str:
+    """Return what a command prints on a terminal of 80 columns that does not know its rows."""
+    main, other = pty.openpty()
+    termios.tcsetwinsize(other, (0, 80))
+    environment = os.environ | {"TERM": "xterm"}
+    command = [sys.executable, "-m", "chargpt", *arguments]
+    with subprocess.Popen(command, stdout=other, stderr=other, cwd=cwd, env=environment) as process:
+        os.close(other)
+        chunks = []
+        try:
+            while chunk := os.read(main, 65536):
+                chunks.append(chunk)
+        except OSError:  # Linux's way to say that the other end is closed
+            pass
+        os.close(main)
+    assert process.returncode == 0
+    return b"".join(chunks).decode().replace("loading PyTorch ...\r\n", "")
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_the_seed_that_repeats_a_sample(trained: Path, tmp_path: Path) -> None:
+    sample = ("sample", str(trained), "-n", "20")
+    shown = on_terminal(*sample, cwd=tmp_path).replace("\r\n", "\n")
+    seed = re.search(r"\n--seed (\d+) gives the same text\n$", shown)
+    assert seed is not None
+    again = on_terminal(*sample, "--seed", seed[1], cwd=tmp_path).replace("\r\n", "\n")
+    assert again == shown[: seed.start() + 1]
+
+
+def test_a_terminal_breaks_sentences_between_words(cli: Cli, tmp_path: Path) -> None:
+    wide = cli("config", "schedule").stdout
+    shown = on_terminal("config", "schedule", cwd=tmp_path).replace("\r\n", "\n")
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.split()[: len(wide.split())] == wide.split()  # then the message on stderr
+    assert len(shown.splitlines()) > len(wide.splitlines())
+
+
+@pytest.mark.slow
+def test_training_on_a_terminal_shows_a_percentage_in_80_columns(
+    trained: Path, tmp_path: Path
+) -> None:
+    text = f"a-{'long-' * 10}name.txt"
+    shutil.copy(trained.parent / "novel.txt", tmp_path / text)
+    rare = "-s train.max_steps=300 -s train.save_every=300 -s train.evaluate_every=100".split()
+    shown = on_terminal("train", text, *QUICK, *rare, cwd=tmp_path)
+    wrapped = re.search(r"(?m)^(text +)a-long-[^\r]*\r\n( +)\S", shown)
+    assert wrapped is not None, shown
+    assert len(wrapped[1]) == len(wrapped[2]), "the labels are alone in their columns"
+    frames = [re.sub("\x1b\\[[0-9;]*[A-Za-z]", "", frame) for frame in shown.split("\r")]
+    bars = [frame.strip() for frame in frames if "chars/s" in frame]
+    assert bars
+    assert all("%" in bar and len(bar) <= 80 for bar in bars)
+
+
+@pytest.mark.parametrize("columns", [20, 40, 57])
+def test_a_table_keeps_its_names_and_numbers_on_a_narrow_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    head = ["model", "split", "nats/char", "bits/char", "perplexity"]
+    tables.table(head, [["gpt (trained)", "train", "1.2345", "2.3456", "1,234.56"]])
+    shown = capsys.readouterr().out.split()
+    for word in (*head, "gpt", "(trained)", "train", "1.2345", "2.3456", "1,234.56"):
+        assert word in shown
+    tables.table(["model", "nats"], [["a long name " * 9, "1.0"], ["漢字" * 12, "2.0"]])
+    assert max(map(cell_len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_progress_after_a_rollback_is_not_said_to_end_in_the_past(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bar = progress.ProgressBar(100, "step", initial=50)
+    monkeypatch.setattr(progress, "PLAIN_LINE_SECONDS", 0)
+    bar.update(40, 100, lambda: "loss 2")
+    bar.update(60, 100, lambda: "loss 1")
+    back, on = capsys.readouterr().err.splitlines()
+    assert "left" not in back
+    assert " left" in on
+    assert "-" not in on
+
+
+def test_a_bar_leaves_nothing_and_samples_above_it_keep_their_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main, other = pty.openpty()
+    termios.tcsetwinsize(other, (24, 80))
+    sample, note = ("a word " * 20).strip(), ("a note " * 20).strip()
+    with os.fdopen(other, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        bar = progress.ProgressBar(10, "step")
+        bar.update(10, 10, lambda: "loss 2")
+        bar.write(sample, is_sample=True)
+        bar.write(note)
+        bar.close()  # before the bar's delay is over
+        console.say("== gpt ==")
+        shown = ""
+        while "== gpt ==\r\n" not in shown:
+            shown += os.read(main, 65536).decode()
+    os.close(main)
+    assert sample in shown
+    assert note not in shown
+    assert note in re.sub(r"\s+", " ", shown)
+    assert re.search(r"100%[^\n]*\r {20,}\r== gpt ==\r\n$", shown), "the bar is still there"
+
+
+def test_the_loading_bar_takes_the_place_of_a_notice() -> None:
+    shown: list[str] = []
+    loading = progress.LoadingProgress(lambda: shown.append("bar"))
+    loading("reading", 1, 1000)  # too short for a bar
+    assert shown == []
+    for done in (1, 2):
+        loading("reading", done, loading.MIN_BYTES)
+    assert shown == ["bar"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(999, "999"), (999.4, "999"), (999.6, "1k"), (999_600, "1M"), (1e12, "1000G")],
+)
+def test_a_number_is_never_rounded_to_a_thousand_of_its_unit(count: float, text: str) -> None:
+    assert console.short(count) == text
