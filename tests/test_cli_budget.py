@@ -6,17 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from chargpt.threads import ThreadTuner
-from chargpt.training.cost import Cost
-from chargpt.training.pace import Pace
-from chargpt.training.session import Session
-from chargpt.training.trials import TIMED_TOKENS, Trials
 from conftest import Cli, refusal
 from starting import create_run
 
 from chargpt.cli.loop import StepView, describe_model, run_steps, show_plan
 from chargpt.cli.summary import show_result
 from chargpt.config import Config, ModelConfig, TextConfig, load_config
+from chargpt.device import ThreadTuner
 from chargpt.store.folder import RunFolder
 from chargpt.store.listing import summarize
 from chargpt.store.run import load_run
@@ -24,9 +20,10 @@ from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
 from chargpt.training import budget as budget_module
 from chargpt.training import trainer as trainer_module
-from chargpt.training.deadline import RESERVE, Deadline, mixture_seconds
-from chargpt.training.planner import Plan
+from chargpt.training.budget import TIMED_TOKENS, Cost, Trials
+from chargpt.training.deadline import RESERVE, Deadline, Pace, Plan, mixture_seconds
 from chargpt.training.schedule import lr_factor_at
+from chargpt.training.start import Session
 
 TINY = (
     "device=cpu",
@@ -76,7 +73,7 @@ def test_at_the_deadline_the_run_is_evaluated_saved_and_stops(
     run_steps(created)
     message = " ".join(notes)
     assert "the machine slowed down: stopped at step 5" in message
-    assert "of little use: give a longer budget" in message
+    assert "give a longer budget" in message
     step = trainer.state.step
     assert step == 5 < trainer.config.train.max_steps
     assert load_run(tmp_path / "run", "latest").step == step
@@ -133,24 +130,18 @@ def test_a_budget_that_has_run_out_before_the_first_step_still_trains_one(
     assert load_run(tmp_path / "run", "latest").step == 1
 
 
-@pytest.mark.parametrize(("threads", "named"), [(3, "3 CPU threads:"), (1, "1 CPU thread:")])
 def test_threads_that_became_faster_are_used_and_recorded(
-    threads: int,
-    named: str,
-    verse: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    notes: list[str],
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str]
 ) -> None:
     created = create_run(tiny(verse, *STEPS, "schedule.cooldown=0"), tmp_path / "run")
     monkeypatch.setattr(trainer_module, "SPEED_SECONDS", 0.0)
     tuner = ThreadTuner(4)
-    monkeypatch.setattr(tuner, "update", lambda speed: threads if speed else None)
+    monkeypatch.setattr(tuner, "update", lambda speed: 3 if speed else None)
     created.pace = Pace(Deadline.from_budget(1000.0), thread_tuner=tuner)
     run_steps(created)
-    assert any(f"continuing with {named}" in note for note in notes)
-    assert load_config(tmp_path / "run" / "config.yaml").threads == threads
-    assert load_run(tmp_path / "run", "latest").config.threads == threads
+    assert any("continuing with threads=3" in note for note in notes)
+    assert load_config(tmp_path / "run" / "config.yaml").threads == 3
+    assert load_run(tmp_path / "run", "latest").config.threads == 3
 
 
 @pytest.mark.parametrize(("before", "after"), [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0)])
@@ -240,8 +231,8 @@ def test_speeds_are_in_characters_and_models_by_their_kind(
     assert corpus.characters_per_token < 0.9
     trainer = trainer_module.Trainer(load_config("bigram"), corpus)
     planned = Plan(Config(), 1e6, size_was_chosen=True, step_limit=9)
-    cost, pace = Cost(1, 1, 1, 1.0, 1, 1.0), Pace(Deadline.from_budget(10.0))
-    show_plan(Session(trainer, RunFolder(Path("run")), None, cost, pace, planned))
+    cost, pace = Cost(1, 1, 1, 1.0, 1, 1.0), Pace(Deadline.from_budget(10.0), planned)
+    show_plan(Session(trainer, RunFolder(Path("run")), None, cost, pace))
     expected = f"{1e6 * corpus.characters_per_token:,.0f} characters/s"
     assert expected in capfd.readouterr().err
     report = trainer_module.StepReport(50, 100)
@@ -283,7 +274,7 @@ def test_a_budget_is_rejected_with_several_processes(
 @pytest.mark.slow
 def test_a_budget_takes_precedence_over_the_steps_of_a_config(verse: Path, cli: Cli) -> None:
     Path("mine.yaml").write_text("train: {max_steps: 5000}\nmodel: {kind: bigram}")
-    command = ("train", verse, "--budget", "5s", "-c", "mine.yaml", "--out", "run")
+    command = ("train", verse, "--budget", "20s", "-c", "mine.yaml", "--out", "run")
     done = cli(*command)
     assert done.returncode == 0, done.stderr
     planned = load_run("run").config.train.max_steps

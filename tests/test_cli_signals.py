@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chargpt.training.session import Session
 from conftest import start_cli
 from shared_runs import QUICK
 from typer.testing import CliRunner
@@ -18,10 +17,11 @@ from typer.testing import CliRunner
 from chargpt.cli.main import app
 from chargpt.cli.signals import catch_signals
 from chargpt.errors import Stopped
+from chargpt.store.checkpoint import list_checkpoints
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 from chargpt.store.verify import verify
-from chargpt.training.start import start_run
+from chargpt.training.start import Session, start_run
 
 LONG = [word.replace("max_steps=6", "max_steps=100000") for word in QUICK]
 STARTED: list[subprocess.Popen[str]] = []
@@ -39,7 +39,7 @@ def start_training(*args: object, cwd: Path, **options: Any) -> subprocess.Popen
     process = start_cli("train", *args, "--out", "run", cwd=cwd, **options)
     STARTED.append(process)
     deadline = time.monotonic() + 60
-    while not (cwd / "run" / "checkpoints" / "latest.json").exists():
+    while not list_checkpoints(cwd / "run" / "checkpoints"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return process
@@ -76,7 +76,7 @@ def test_a_second_interrupt_stops_at_once_and_leaves_an_intact_checkpoint(
     changes = [word for setting in slow for word in ("-s", setting)]
     process = start_training(verse, *LONG, *changes, cwd=tmp_path)
     assert process.stderr is not None
-    time.sleep(0.5)  # the save that wrote the pointer ends
+    time.sleep(0.5)  # the save ends
     process.send_signal(signal.SIGTERM)
     while "stopping after this step" not in process.stderr.readline():
         assert process.poll() is None

@@ -163,9 +163,9 @@ def test_ngram_loss_equals_the_baseline_and_falls_with_the_order(verse: Path) ->
     ("words", "sentence"),
     [
         (["--seeds", "2"], "--seeds applies only to --ladder; add --ladder"),
-        (["--ladder", "-c", "bigram"], "the ladder needs a gpt with several layers"),
-        (["--ladder", "-s", "model.n_head=1"], "and model.n_layer and model.n_head to 2 or more"),
-        (["--ladder", "-s", "model.qk_norm=false"], "leave them at their defaults"),
+        (["--ladder", "-c", "bigram"], "the ladder needs a gpt with all components"),
+        (["--ladder", "-s", "model.n_head=1"], "set model.n_layer and model.n_head to 2 or more"),
+        (["--ladder", "-s", "model.qk_norm=false"], "and model.qk_norm at their defaults"),
         (["--models", " , "], "there is no model '' to compare; there are bigram, gpt"),
         (["--ladder", "--plot", "a.jpg"], "a.jpg must end in .svg or .png; rename it"),
         (["--ladder", "other.txt"], "lighthouse.txt is not a run; give one text, or only runs"),
