@@ -14,6 +14,7 @@ from chargpt.store.layout import is_run
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run
+from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import name_characters
 
 PASSAGE = 200  # characters in the middle of a text that are searched in the training split
@@ -90,15 +91,25 @@ def load_named_run(
 
 
 def warn_of_own_text(run: Run, path: str, content: str) -> None:
-    """Say that a passage in the middle of a text is in the training split of a run."""
+    """Say that a text has the path of the run's text, or that its middle is in the training split.
+
+    Of a run without a text, only the paths are compared.
+    """
+    own = run.config.text.path
+    what = ""
+    if own not in (None, STDIN) and path != STDIN and Path(path).resolve() == Path(own).resolve():
+        what = f"{path} is the text that the run was trained on"
     middle = len(content) // 2
     passage = content[max(0, middle - PASSAGE // 2) : middle + PASSAGE // 2]
-    with suppress(ChargptError):  # the run has no text
-        if len(passage) == PASSAGE and run.corpus().find([passage]):
-            console.say(
-                f"a passage of {path} is in the text that the run was trained on: its loss is "
-                "lower than that of a new text; chargpt evaluate measures the validation split"
-            )
+    if not what and len(passage) == PASSAGE:
+        with suppress(ChargptError):
+            if run.corpus().find([passage]):
+                what = f"a passage of {path} is in the text that the run was trained on"
+    if what:
+        console.say(
+            f"{what}: its loss is lower than that of a new text; chargpt evaluate measures the "
+            "validation split"
+        )
 
 
 def say_unknown(run: Run, unknown: str, policy: str | None) -> None:

@@ -31,6 +31,7 @@ HELP = (
     "prints it, also length, top_k, top_p, min_p, seed, stop (`/stop []`: none) and unknown. "
     "Ctrl-C ends a text, Ctrl-D or `/quit` the command."
 )
+MAX_RUN, MAX_RUN_FRACTION = 40, 1 / 3  # characters in a row that are the same, of a sample
 CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop", "unknown")
 
 
@@ -126,6 +127,7 @@ def sample(
     if config.sample.seed is None and settings.temperature and sys.stdout.isatty() and not json_:
         console.say(f"--seed {settings.seed} gives the same text")
     say_cut(loaded, texts, settings)
+    say_repetition(texts, settings)
 
 
 def as_json(
@@ -181,6 +183,22 @@ def say_cut(run: Run, texts: list[str], settings: SampleConfig) -> None:
         console.say(
             f"documents cut at {console.characters(settings.length)}: {n_cut:,} of "
             f"{len(texts):,}; a higher -n finishes them"
+        )
+
+
+def say_repetition(texts: list[str], settings: SampleConfig) -> None:
+    """Print how many samples repeat one character for long, and what repeats less."""
+    n_repetitive = 0
+    for text in texts:
+        sampled = text[len(settings.prompt) :]
+        runs_of_one = (run[0] for run in re.finditer(r"(.)\1*", sampled, re.DOTALL))
+        longest = max(map(len, runs_of_one), default=0)
+        n_repetitive += longest > max(MAX_RUN, MAX_RUN_FRACTION * len(sampled))
+    if n_repetitive:
+        console.say(
+            f"samples with a long run of one character: {n_repetitive:,} of {len(texts):,}; "
+            "a higher --temperature without --top-k, --top-p and --min-p repeats less, and so does "
+            "a model that was trained longer"
         )
 
 
