@@ -143,7 +143,7 @@ def test_interactive_sampling_continues_each_line(
     assert "chargpt: seed: expected a number" in done.stderr
     assert "there is no setting 'num_samples'" in done.stderr
     assert 'stop is ["\\n"]' in done.stderr
-    assert "U+03A9; leave it out or replace it with /unknown skip" in done.stderr
+    assert "U+03A9; leave them out or replace them with /unknown skip" in done.stderr
     assert "chargpt: unknown: expected 'error', 'skip' or 'replace'" in done.stderr
     assert 'unknown is "skip"' in done.stderr
     assert "1 character outside the vocabulary ('Ω' U+03A9): left out" in done.stderr

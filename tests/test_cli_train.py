@@ -174,7 +174,6 @@ def test_a_run_in_use_is_rejected(trained: Path, verse: Path, cli: Cli) -> None:
 def test_a_run_that_does_not_fit_on_the_disk_is_rejected_before_it_starts(
     verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chargpt.text.prepare.MIN_FREE_BYTES", -(10**9))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10))
     message = refusal(cli("train", verse, *QUICK, "--out", "run"))
     assert "of disk for 4 checkpoints" in message

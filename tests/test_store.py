@@ -1092,3 +1092,12 @@ def test_several_metrics_are_written_with_one_open_file(
     log.append(*records)
     assert len(opened) == 1
     assert log.records() == records
+
+
+def test_a_run_of_the_first_version_gives_the_logits_that_it_gave_then() -> None:
+    golden = REPOSITORY / "tests" / "golden" / "0.1.0"
+    stored = safetensors.torch.load_file(golden / "logits.safetensors")
+    with torch.no_grad():
+        logits = load_run(golden / "run", device="cpu").model(stored["tokens"])
+    torch.testing.assert_close(logits, stored["logits"], rtol=1e-5, atol=1e-5)
+    assert not verify(RunFolder(golden / "run")).problems
