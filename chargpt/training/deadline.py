@@ -33,7 +33,7 @@ INITIAL_FRACTION = 0.93  # of the time, for training steps before re-planning
 # settings that planning and re-planning change
 PLANNED_KEYS = ("train.max_steps", "schedule.cooldown", "schedule.decay_points")
 REPLANNED_FRACTION = 0.95  # fraction of the remaining time that is planned for steps
-MIN_FRACTION = 1 / 8  # of all steps: when fewer remain, their number is final
+MIN_REMAINING_FRACTION = 1 / 8  # of all steps: when fewer remain, their number is final
 MIN_VALIDATION_SECONDS = 0.1  # shorter ones say little about the speed of scoring
 # of the number of steps, and steps: smaller changes are not noted
 NOTED_CHANGE, NOTED_STEPS = 0.1, 10
@@ -262,9 +262,10 @@ class Pace:
         return MIN_STEPS * self.plan.step_seconds, n_validations * self.validation_seconds
 
     def fit_plan(self) -> tuple[Config, float]:
-        """Return the planned config for the time that is left, and the seconds of its steps.
+        """Return the planned config and the expected seconds of its steps.
 
-        A deadline that is too near for the fewest useful steps is moved, which is logged.
+        A deadline that is too near for the fewest useful steps is moved, which is logged, and the
+        config has so many.
         """
         assert self.plan is not None
         config, step_seconds = self.plan.config, self.plan.step_seconds
@@ -376,8 +377,8 @@ def replanning_note(old: int, new: int, step_limit: int | None = None) -> str | 
 def next_replan_step(config: Config, step: int) -> int | None:
     """Return the step after which to re-plan next: where the decay begins, then half way on.
 
-    `step` is that of the last re-planning, 0 for none. The result is None when few steps remain,
-    or the schedule has no decay to re-plan.
+    `step` is that of the last re-planning, 0 for none. The result is None when less than an eighth
+    of the steps remains, or the schedule has no decay to re-plan, as `cosine` has none.
     """
     max_steps = config.train.max_steps
     if config.schedule.kind != "wsd" or not config.schedule.cooldown:
@@ -385,5 +386,5 @@ def next_replan_step(config: Config, step: int) -> int | None:
     if step == 0:
         return max(2, decay_start(config.schedule, max_steps))
     remaining = max_steps - step
-    is_enough = remaining > max(1, MIN_FRACTION * max_steps)
+    is_enough = remaining > max(1, MIN_REMAINING_FRACTION * max_steps)
     return step + remaining // 2 if is_enough else None

@@ -6,8 +6,12 @@ by `scripts/fit_scaling_law.py`:
     loss = floor + a * parameters^-p + b * unique^-q            (Hoffmann et al. 2022, eq. 2)
 
 `unique` being the unique-token equivalents of all tokens read (`unique_token_equivalents`). The
-speed of each size is measured. All choices go into the config, which repeats the run without a
-budget.
+speed of each size is measured, and gives the length of its training:
+
+    steps = 0.93 * remaining seconds * tokens per second / tokens per step, of at most 40 epochs
+
+All choices go into the config, which repeats the run without a budget. While the run trains, its
+number of steps is re-planned (deadline.py).
 """
 
 import json
@@ -261,13 +265,13 @@ def plan(
     if size_was_chosen := may_choose and SIZE_KEYS.isdisjoint(fixed_keys):
         size, config, speed = planner.best_size()
         # block and batch sizes follow from the length, which is known now
-        resized = planner.config_of_size(size, planner.readable_tokens(speed), config)
+        resized = planner.config_of_size(size, planner.affordable_tokens(speed), config)
         if resized != config:
             config, speed = resized, planner.measure_speed(resized)
     else:
         speed = planner.measure_speed(config)
     deadline.require(MIN_STEPS * config.tokens_per_step / speed)
-    n_tokens, parameters = planner.readable_tokens(speed), planner.parameters(config)
+    n_tokens, parameters = planner.affordable_tokens(speed), planner.parameters(config)
     values = length_values(config, n_tokens, train_tokens, parameters)
     max_tokens = MAX_EPOCHS * train_tokens
     step_limit = max(MIN_STEPS, max_tokens // config.tokens_per_step)
@@ -304,7 +308,7 @@ class _Planner:
         speed = self.measure_speed(config)
         available = self.deadline.remaining  # after the first trial: on a GPU it loads the kernels
         while available - self.deadline.remaining <= RECIPE.trial_fraction * available:
-            larger = self.larger_sizes(index + 1, self.readable_tokens(speed))
+            larger = self.larger_sizes(index + 1, self.affordable_tokens(speed))
             slowdowns = [self.parameters(each) / self.parameters(config) for each in larger]
             loss = self.loss(config, speed)
             if not larger or not self.is_better(larger[0], speed / slowdowns[0] ** 0.5, loss):
@@ -326,7 +330,9 @@ class _Planner:
 
         In a short run it must be lower by `short_run_gain`, since the law is too optimistic there.
         """
-        min_gain = RECIPE.short_run_gain if self.readable_tokens(speed) < RECIPE.short_run else 0.0
+        min_gain = (
+            RECIPE.short_run_gain if self.affordable_tokens(speed) < RECIPE.short_run else 0.0
+        )
         return self.loss(larger, speed) <= loss - min_gain
 
     def larger_sizes(self, first: int, n_tokens: float) -> list[Config]:
@@ -358,14 +364,14 @@ class _Planner:
     def parameters(self, config: Config) -> int:
         return count_parameters(config.model, self.corpus.tokenizer.vocab_size)
 
-    def readable_tokens(self, speed: float) -> float:
+    def affordable_tokens(self, speed: float) -> float:
         """Return how many tokens can be read in the remaining time, at least 1."""
         readable = INITIAL_FRACTION * self.deadline.remaining * speed
         return max(1.0, min(readable, MAX_EPOCHS * self.train_tokens))
 
     def loss(self, config: Config, speed: float) -> float:
         return predicted_loss(
-            self.parameters(config), self.readable_tokens(speed), self.train_tokens
+            self.parameters(config), self.affordable_tokens(speed), self.train_tokens
         )
 
     def measure_speed(self, config: Config) -> float:

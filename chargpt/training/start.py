@@ -178,7 +178,7 @@ def start_run(
 
     Args:
         folder: of the run.
-        config: of the run; that of the plan, with a pace, is fitted to the time that is left.
+        config: of the run; with a pace, the config of its plan is used instead.
         corpus: the text.
         baselines: of the text; None on other ranks than 0.
         pace: of a run with a budget.

@@ -163,7 +163,7 @@ class Trainer:
                     self.stopped_by = "signal"
                     self._save()
                 elif not self.finished and pace is not None:
-                    self._follow(pace, report)
+                    self._replan_or_stop(pace, report)
                 is_last = self.finished or self.stopped_by is not None
                 if is_last:
                     self._finish_saving()
@@ -245,7 +245,7 @@ class Trainer:
         self.config_is_unsaved = self.folder is not None
         self.writer.write_config(config)
 
-    def _follow(self, pace: Pace, report: StepReport) -> None:
+    def _replan_or_stop(self, pace: Pace, report: StepReport) -> None:
         """Stop at the deadline, or adjust the run to its speed where that is due."""
         if report.step:  # the first validation is a warm-up
             pace.observe_validation(report.validation_seconds)
