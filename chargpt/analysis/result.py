@@ -282,7 +282,13 @@ def describe_gap(
         )
     if reason is GapReason.UNLIKE_SPLITS:
         after = f"After {scores.epochs:.1f} epochs the" if scores.epochs < 1 else "The"
-        return f"{after} {gap}: the validation split is harder to predict than the training split."
+        remedy, name = "", run.state.text_name
+        if (name.endswith("/") or "*" in name) and run.config.text.documents is None:
+            remedy = " -s text.documents=files shuffles the files and splits between them."
+        return (
+            f"{after} {gap}: the validation split is harder to predict than the training split."
+            f"{remedy}"
+        )
     if reason is GapReason.LEARNING:
         but = ", not always its mixture" if scores.mixture else ""
         return f"The {gap}{changes}: more steps may help the gpt{but}."

@@ -173,7 +173,9 @@ def train_models(
         The result, the folder of the runs, and a sentence if a budget was exceeded.
     """
     config, fixed_keys = request.resolved
-    names = list(dict.fromkeys(map(str.strip, models.split(","))))
+    names = list(dict.fromkeys(name.strip() for name in models.split(",") if name.strip()))
+    if not names:
+        raise ConfigError("--models names no model; give bigram, gpt or both")
     for name in names:  # before any training
         comparison.model_config(config, name)
         if out and (out / name).exists():

@@ -62,11 +62,11 @@ def compress(
     write(packed, out, force=force)
     characters = len(decoded) - (len(lost) if unknown == "skip" else 0)
     size = f"{console.characters(characters)}, {len(content):,} bytes -> {len(packed):,} bytes"
-    rate = f"{8 * len(packed) / max(1, characters):.3f} bits per character"
+    rate = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
     xz = ""
     if len(content) <= XZ_BYTES and not lost:
         xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"
-    print_sentence(f"{size}: {rate}, with {HEADER.size} bytes of header{xz}", out)
+    print_sentence(f"{size}{rate}, with {HEADER.size} bytes of header{xz}", out)
     folder = RunFolder(loaded.folder)
     if keep:
         folder.keep(loaded.step)

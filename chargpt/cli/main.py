@@ -7,7 +7,6 @@ program and of a command answer at once: the latter is a page that was written b
 import gc
 import io
 import os
-import re
 import sys
 import textwrap
 import time
@@ -189,23 +188,36 @@ def exit_code_of(command: Callable[[], Any]) -> int:
 
 
 def _describe_usage(error: Any, words: Sequence[str]) -> str:
-    """Return the sentence about an error in the words of a command line, and what to write instead.
-
-    Typer's versions check values by click or by pydantic, each in its words.
-    """
-    message = str(error.format_message()).replace("Value error, ", "")
-    message = textwrap.shorten(message.rstrip("."), 200, placeholder=" ...")
+    """Return the sentence about an error in a command line, with what to write instead."""
+    message = textwrap.shorten(_in_own_words(error), 200, placeholder=" ...")
+    is_extra = "unexpected extra argument" in message
+    n_files = sum(map(os.path.isfile, words[2:]))
     remedy = ""
-    if found := re.search(r"unexpected extra argument\S* \((.*)", message):
-        if "--resume" in words:
-            remedy = "; --resume takes no value: `chargpt train --resume RUN` resumes a run"
-        elif any(map(os.path.isfile, found[1].rstrip(")").split())):
-            if words[1] == "evaluate":
-                remedy = "; --text FILE names another text"
-            elif sum(map(os.path.isfile, words[2:])) > 1:  # the shell has expanded a pattern
-                remedy = "; a pattern such as '*.txt' needs quotes"
+    if words[1:2] == ["resume"] or (is_extra and "--resume" in words):
+        remedy = "; `chargpt train --resume RUN` resumes a run"
+    elif is_extra and words[1] == "evaluate" and n_files:
+        remedy = "; --text FILE names another text"
+    elif is_extra and n_files > 1 and "-c" not in words:  # the shell has expanded a pattern
+        remedy = "; a pattern such as '*.txt' needs quotes"
     context = getattr(error, "ctx", None)
     return f"{message}{remedy}; see `{context.command_path} --help`" if context else message
+
+
+def _in_own_words(error: Any) -> str:
+    """Return the message of an error in an argument, with the range of a number.
+
+    Typer's versions check values by click or by pydantic, each in its words. All numbers have a
+    lower limit.
+    """
+    message = str(error.format_message()).replace("Value error, ", "")
+    parameter = getattr(error, "param", None)
+    limits = parameter if hasattr(parameter, "min") else getattr(parameter, "type", None)
+    low, high = getattr(limits, "min", None), getattr(limits, "max", None)
+    if low is None or not isinstance(error, typer.BadParameter):
+        return message.rstrip(".").replace("\n", " ")
+    kind = "an integer" if "integer" in message else "a number"
+    span = f"of {low:g} or more" if high is None else f"from {low:g} to {high:g}"
+    return f"{message.partition(':')[0]}: expected {kind} {span}"
 
 
 def _describe(error: Exception) -> str:

@@ -83,9 +83,11 @@ def print_overlap(overlap: SampleOverlap, texts: list[str], sampling: SampleConf
     whole, longest = "whole documents or ", ""
     if not has_documents:
         whole, matches = "", report.longest_matches()
+        lengths = (matches[0].length if matches else 0, report.longest_in_val)
+        own, median = (f"{n:,}" if n else f"under {MIN_MATCH}" for n in lengths)
         longest = (
-            f"; the longest: {matches[0].length if matches else 0:,} characters (the median of "
-            f"equally long parts of the validation split: {report.longest_in_val:,})"
+            f"; the longest: {own} characters (the median of equally long parts of the validation "
+            f"split: {median})"
         )
     console.out_sentence(
         f"⟦…⟧: verbatim matches of {whole}{MIN_MATCH} characters or more with the training split"

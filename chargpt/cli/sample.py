@@ -36,7 +36,7 @@ CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop"
 
 
 def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
-    """Return the option of a field of `SampleConfig`, with its meaning and default.
+    """Return the option of a field of `SampleConfig`, with its meaning, default and bounds.
 
     Args:
         name: of the field.
@@ -47,8 +47,19 @@ def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
     field = SampleConfig.model_fields[name]
     meaning = " ".join((field.description or "").split()).rstrip(".").replace("null: ", "")
     default = "" if field.default is None else f"; {field.default}"
+    limits = {
+        key: getattr(each, key)
+        for each in field.metadata
+        for key in ("ge", "gt", "le")
+        if hasattr(each, key)
+    }
     return typer.Option(
-        None, *flags, metavar=metavar, help=f"{help_} {meaning}{default} by default.".strip()
+        None,
+        *flags,
+        metavar=metavar,
+        help=f"{help_} {meaning}{default} by default.".strip(),
+        min=limits.get("ge", limits.get("gt")),
+        max=limits.get("le"),
     )
 
 

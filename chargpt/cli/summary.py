@@ -100,8 +100,9 @@ def print_result(
     best_step = f"the best checkpoint is step {state.best_step:,}"
     if state.best_step == 0:
         best_step = "no checkpoint is better than the weights at the start; commands use the last"
+    earlier = ", those before --resume included" if session.resumed_at is not None else ""
     console.out_sentence(
-        f"trained to step {state.step:,} in {console.duration(state.seconds)}; {best_step}"
+        f"trained to step {state.step:,} in {console.duration(state.seconds)}{earlier}; {best_step}"
     )
     path = shlex.quote(str(session.folder.path))
     more = f" -s train.max_steps={2 * state.step}" if session.trainer.finished else ""

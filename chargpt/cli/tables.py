@@ -1,6 +1,7 @@
 """Tables and boxes of text on stdout."""
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -12,7 +13,7 @@ from rich.text import Text
 from chargpt.cli import console
 
 MAX_WHOLE = 24  # characters of a cell that is not wrapped
-MIN_WIDTH = 80  # a narrower terminal breaks whole lines: rich would leave out columns, cut numbers
+MIN_FIRST = 12  # characters that the first column always has room for
 
 
 def table(
@@ -27,6 +28,15 @@ def table(
     `text_column` is the index of one that is left-aligned, and cut if lines would be too long.
     """
     cells = [[console.printable(cell) for cell in row] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
+    if text_column is not None:
+        others = 1 + 2 * len(widths) + sum(widths) - widths[text_column]
+        room = max(Console().width - others, cell_len(columns[text_column]))
+        widths[text_column] = min(widths[text_column], room)
+        for row in cells:
+            text = Text(row[text_column])
+            text.truncate(room, overflow="ellipsis")
+            row[text_column] = text.plain
     grid = Table(
         title=Text(console.printable(title)) if title else None,
         box=box.SIMPLE_HEAD,
@@ -35,23 +45,23 @@ def table(
         title_style="bold",
     )
     for index, column in enumerate(columns):
-        is_whole = all(cell_len(row[index]) <= MAX_WHOLE for row in cells)
-        if index == 0:  # names are cut only if nothing else can be
-            is_whole = text_column is not None
-        is_left = index in (0, text_column)
+        is_short = all(cell_len(row[index]) <= MAX_WHOLE for row in cells)
+        is_text = index == text_column
+        justify: Literal["left", "right"] = "left" if index == 0 or is_text else "right"
         grid.add_column(
             Text(console.printable(column)),
-            justify="left" if is_left else "right",
+            justify=justify,
             overflow="fold",
-            no_wrap=is_whole and index != text_column,
+            no_wrap=is_text or (bool(index) and is_short),
+            min_width=None if index else min(MIN_FIRST, widths[0]),
             style="" if index else "cyan",
         )
     for row in cells:
-        texts = list(map(Text, row))
-        if text_column is not None:
-            texts[text_column] = Text(row[text_column], no_wrap=True, overflow="ellipsis")
-        grid.add_row(*texts)
-    print_rich(Console(highlight=False, width=max(Console().width, MIN_WIDTH)), grid)
+        grid.add_row(*map(Text, row))
+    # a terminal that is too narrow breaks whole lines: rich would leave out columns and cut numbers
+    limits = (MIN_FIRST, *(MAX_WHOLE for _ in widths[1:]))
+    least = 1 + 2 * len(widths) + sum(map(min, widths, limits))
+    print_rich(Console(highlight=False, width=max(Console().width, least)), grid)
 
 
 def print_rich(target: Console, content: RenderableType) -> None:

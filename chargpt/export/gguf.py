@@ -201,10 +201,12 @@ class LlamaRuntime:
         url = f"{self.server.listening_address}/{path}"
         try:
             reply = self.session.post(url, json=request, timeout=SECONDS)
-            reply.raise_for_status()
-            answer: dict[str, Any] = reply.json()
+            problem = "" if reply.ok else reply.text
+            answer: dict[str, Any] = {} if problem else reply.json()
         except OSError as error:  # the base of all that requests raises
-            raise OperationError(f"llama.cpp cannot use the export ({error!s:.200})") from None
+            problem = str(error)
+        if problem:
+            raise OperationError(f"llama.cpp cannot use the export ({problem:.200})")
         return answer
 
     def encode(self, text: str) -> list[int]:

@@ -207,14 +207,19 @@ print(tokenizer.decode(model.generate(**prompt)[0]))
 
 def _measured_loss(run: Run) -> str:
     """Return the loss of the checkpoint, and how it was measured, as a phrase."""
-    state = run.state
+    state, text = run.state, run.config.text
     if state.best_nats_per_char is None or state.step != state.best_step:
         return "not measured"
+    split = "the text, at its end"
+    if text.documents:
+        split = "the documents, which are shuffled"
+    elif text.test_fraction:
+        split = "the text, before the test split"
     return (
         f"{state.best_nats_per_char:.3f} nats per character on the validation split "
-        f"({run.config.text.val_fraction:.0%} of the text; at most "
-        f"{run.config.train.evaluation_tokens:,} tokens of this split; protocol `blocks`: "
-        "non-overlapping blocks, every character scored once), as measured in training"
+        f"({text.val_fraction:.0%} of {split}; at most {run.config.train.evaluation_tokens:,} "
+        "tokens of this split; protocol `blocks`: non-overlapping blocks, every character scored "
+        "once), as measured in training"
     )
 
 
@@ -226,7 +231,7 @@ def _example_prompt(run: Run) -> str:
             words = " ".join(line.split()[:2])[:MAX_PROMPT]
             if words[:1].isalpha() and words.isprintable() and not set(words) & set(ESCAPED):
                 return words
-    return next((c for c in reversed(run.tokenizer.characters) if c.isalnum()), "PROMPT")
+    return next((c for c in reversed(run.tokenizer.characters) if c.isalpha()), "PROMPT")
 
 
 class TransformersRuntime:
