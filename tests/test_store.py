@@ -12,7 +12,6 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -951,16 +950,11 @@ def test_a_small_file_with_the_config_of_a_large_model_allocates_nothing(run: Ru
 def test_several_metrics_are_written_with_one_open_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, opened = MetricsLog(tmp_path / "metrics.jsonl"), []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        opened.append(args)
-        return open(*args, **kwargs)
-
-    monkeypatch.setattr(metrics, "open", counted, raising=False)
+    log, opened = MetricsLog(tmp_path / "metrics.jsonl"), Mock(wraps=open)
+    monkeypatch.setattr(metrics, "open", opened, raising=False)
     records = [{"step": step, "loss": 1.5} for step in range(1, 11)]
     log.append(*records)
-    assert len(opened) == 1
+    assert opened.call_count == 1
     assert log.records() == records
 
 
