@@ -424,15 +424,6 @@ def test_a_damaged_checkpoint_that_a_rollback_skips_is_named(
     assert "rolled back to step 4" in notes[2]
 
 
-def test_a_resumed_run_may_change_its_learning_rate_and_says_so(
-    corpus: Corpus, tmp_path: Path
-) -> None:
-    train(tiny_config(), corpus, tmp_path / "run", stop_at=5)
-    _, config, notes = resume(RunFolder(tmp_path / "run"), {"optim.lr": 0.001})
-    assert config.optim.lr == 0.001
-    assert any("rates change at step 5" in note for note in notes)
-
-
 def factors(config: Config) -> list[float]:
     steps = config.train.max_steps
     return [lr_factor_at(step, config.schedule, steps) for step in range(steps)]
@@ -671,4 +662,6 @@ def test_repeating_a_command_keeps_the_rates_of_a_rollback_and_the_resolved_devi
     assert (config.optim.lr, config.device, config.dtype) == (0.001, "cpu", "float32")
     assert config.train.max_steps == 9
     assert all("of their peak" in note for note in notes)  # the run is longer now
-    assert resume(folder, {"optim.lr": 0.002, "train.max_steps": 9})[1].optim.lr == 0.002
+    _, config, notes = resume(folder, {"optim.lr": 0.002, "train.max_steps": 9})
+    assert config.optim.lr == 0.002  # another command may change it
+    assert any("rates change at step 4" in note for note in notes)
