@@ -228,8 +228,8 @@ def test_overlap_is_left_out_for_a_long_training_split(
 @pytest.mark.slow
 def test_a_report_on_standard_output_is_the_page_alone(page: Page) -> None:
     with open("page.html", "wb") as file:
-        done = start_cli("report", "mine", "--out", "/dev/stdout", cwd=Path.cwd(), stdout=file)
-        assert done.wait() == 0
+        process = start_cli("report", "mine", "--out", "/dev/stdout", cwd=Path.cwd(), stdout=file)
+        assert process.wait() == 0
     content = Path("page.html").read_bytes()
     assert content.startswith(b"<!doctype html>")
     assert content.rstrip().endswith(b"</html>")
