@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import torch
 
@@ -33,6 +35,11 @@ def save(run: RunFolder, step: int, *, best: bool = False, fill: float = 0.5) ->
         model=weights,
         optimizer={"adamw.step": torch.tensor(float(step))},
     )
+
+
+def failing(number: int) -> Mock:
+    """Return a function that fails with an error of the operating system."""
+    return Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 def rewrite(folder: Path, name: str, content: bytes) -> None:

@@ -1,14 +1,16 @@
 """The Python interface: train, sample, evaluate, logits."""
 
-import importlib.metadata
+import errno
 import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import run_python
+from saving import failing
 
 import chargpt
 from chargpt.config import Config, TextConfig
@@ -36,6 +38,11 @@ TINY = {
 }
 
 
+@pytest.fixture
+def tiny_run(verse: Path, tmp_path: Path) -> chargpt.Run:
+    return chargpt.train(verse, settings=TINY, out=tmp_path / "tiny", device="cpu")
+
+
 def interrupt_step(step: int, patch: pytest.MonkeyPatch, real: Any = Trainer.train_step) -> None:
     """Send Ctrl-C at the start of a step, counted from 0."""
 
@@ -48,7 +55,7 @@ def interrupt_step(step: int, patch: pytest.MonkeyPatch, real: Any = Trainer.tra
     patch.setattr(Trainer, "train_step", interrupted)
 
 
-def test_train_sample_and_evaluate_print_nothing(
+def test_train_sample_and_evaluate_print_nothing_but_a_bar_on_request(
     verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
@@ -57,6 +64,8 @@ def test_train_sample_and_evaluate_print_nothing(
     assert 0 < chargpt.evaluate(run).nats_per_char < 5
     printed = capfd.readouterr()
     assert printed.out == printed.err == ""
+    chargpt.train(verse, settings=TINY, out=tmp_path / "other", device="cpu", progress=True)
+    assert "4/4" in capfd.readouterr().err
 
 
 def test_the_command_line_trains_the_same_model(verse: Path, tmp_path: Path, cli: object) -> None:
@@ -66,13 +75,6 @@ def test_the_command_line_trains_the_same_model(verse: Path, tmp_path: Path, cli
     other = chargpt.load_run(tmp_path / "b", device="cpu")
     for name, weight in run.model.state_dict().items():
         assert torch.equal(weight, other.model.state_dict()[name])
-
-
-def test_a_progress_bar_is_shown_on_request(
-    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu", progress=True)
-    assert "4/4" in capfd.readouterr().err
 
 
 def test_an_interrupt_lets_the_step_end_saves_and_can_be_resumed(
@@ -97,25 +99,21 @@ def test_an_interrupt_lets_the_step_end_saves_and_can_be_resumed(
 def test_an_interrupt_in_the_last_step_says_what_is_saved(
     disk_is_full: bool, verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
     interrupt_step(3, monkeypatch)
     error: type[BaseException] = KeyboardInterrupt
     expected = "^all steps are done and saved in .*run$"
     if disk_is_full:
-        monkeypatch.setattr(RunFolder, "save", full)
+        monkeypatch.setattr(RunFolder, "save", failing(errno.ENOSPC))
         error, expected = OperationError, r"cannot save step 4 .* \(No space left on device\)"
     with pytest.raises(error, match=expected):
         chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
 
 
-def test_a_refused_resume_leaves_the_run_unlocked(verse: Path, tmp_path: Path) -> None:
-    run = chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
+def test_a_refused_resume_leaves_the_run_unlocked(tiny_run: chargpt.Run) -> None:
     with pytest.raises(FinishedError) as refused:  # its traceback holds what was opened
-        chargpt.train(run.folder, start="resume")
+        chargpt.train(tiny_run.folder, start="resume")
     settings = {"train.max_steps": 5}
-    assert chargpt.train(run.folder, settings=settings, start="resume").step == 5
+    assert chargpt.train(tiny_run.folder, settings=settings, start="resume").step == 5
     del refused
 
 
@@ -200,17 +198,12 @@ def test_several_processes_need_a_folder_and_a_text_that_all_of_them_can_read(
 
 
 def test_a_budget_begins_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-
-    def stop(request: Request, *_: object) -> None:
-        started.append(request.started)
-        raise OperationError("stop")
-
+    stop = Mock(side_effect=OperationError("stop"))
     monkeypatch.setattr("chargpt.training.api.open_session", stop)
     before = time.perf_counter()
     with pytest.raises(OperationError):
         chargpt.train(budget="5s")
-    assert before <= started[0] <= time.perf_counter()
+    assert before <= stop.call_args.args[0].started <= time.perf_counter()
 
 
 def test_importing_changes_nothing_in_the_host_program() -> None:
@@ -244,10 +237,7 @@ def test_notes_go_where_the_programs_logging_sends_them(
 def test_an_error_in_the_last_preparations_leaves_the_run_unlocked(
     verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    out = tmp_path / "run"
+    out, interrupted = tmp_path / "run", Mock(side_effect=KeyboardInterrupt)
     saved = chargpt.train(verse, settings=TINY, out=out, device="cpu")
     with monkeypatch.context() as patched:
         patched.setattr("chargpt.training.start.expected_cost", interrupted)
@@ -275,14 +265,11 @@ def test_an_interrupted_start_leaves_no_folder(
     interrupted_call: str,
     existed: bool,
 ) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "run"
     if existed:
         out.mkdir()
-    monkeypatch.setattr(interrupted_call, interrupted)
+    monkeypatch.setattr(interrupted_call, Mock(side_effect=KeyboardInterrupt))
     for folder in (out, None):
         with pytest.raises(KeyboardInterrupt):
             chargpt.train(verse, settings=TINY, out=folder, device="cpu")
@@ -293,10 +280,7 @@ def test_an_interrupted_start_leaves_no_folder(
 def test_a_run_is_returned_also_if_its_mixture_cannot_be_saved(
     verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, *_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("chargpt.store.mixture.write_atomically", full)
+    monkeypatch.setattr("chargpt.store.mixture.write_atomically", failing(errno.ENOSPC))
     settings = {**TINY, "text.mixture_characters": 800}
     run = chargpt.train(verse, settings=settings, out=tmp_path / "run", device="cpu")
     assert run.step == 4
@@ -324,20 +308,13 @@ def test_start_modes_create_replace_and_resume_runs(verse: Path, tmp_path: Path)
         chargpt.train(out, config="gpt", start=StartMode.RESUME)
 
 
-def test_run_logits_have_one_row_per_character(verse: Path, tmp_path: Path) -> None:
-    run = chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
-    logits = run.logits("The sea")
-    assert logits.shape == (7, run.tokenizer.vocab_size)
-    assert torch.allclose(run.logits("The")[-1], logits[2], atol=1e-5)
-    with pytest.raises(TextError, match="block size"):
-        run.logits("x" * 17)
-    with pytest.raises(TextError, match="0 characters"):
-        run.logits("")
-
-
-@pytest.fixture
-def tiny_run(verse: Path, tmp_path: Path) -> chargpt.Run:
-    return chargpt.train(verse, settings=TINY, out=tmp_path / "tiny", device="cpu")
+def test_run_logits_have_one_row_per_character(tiny_run: chargpt.Run) -> None:
+    logits = tiny_run.logits("The sea")
+    assert logits.shape == (7, tiny_run.tokenizer.vocab_size)
+    assert torch.allclose(tiny_run.logits("The")[-1], logits[2], atol=1e-5)
+    for text, message in (("x" * 17, "block size"), ("", "0 characters")):
+        with pytest.raises(TextError, match=message):
+            tiny_run.logits(text)
 
 
 def test_a_model_takes_the_ids_of_its_tokenizer(tiny_run: chargpt.Run) -> None:
@@ -410,10 +387,6 @@ def test_pieces_are_streamed_as_they_are_sampled(tiny_run: chargpt.Run) -> None:
         chargpt.stream(tiny_run, heat=1)
 
 
-def test_the_version_is_that_of_the_package() -> None:
-    assert chargpt.__version__ == importlib.metadata.version("chargpt")
-
-
 def test_a_trainer_without_a_folder_trains_but_does_not_save(verse: Path) -> None:
     config = chargpt.load_config("gpt", [f"{k}={v}" for k, v in TINY.items()])
     trainer = chargpt.Trainer(config, chargpt.load_corpus(TextConfig(path=str(verse))))
@@ -422,38 +395,30 @@ def test_a_trainer_without_a_folder_trains_but_does_not_save(verse: Path) -> Non
         trainer.save()
 
 
-def test_a_folder_stands_for_its_run_and_mistakes_are_said_in_a_sentence(
-    tiny_run: chargpt.Run,
-) -> None:
+def test_a_folder_stands_for_its_run(tiny_run: chargpt.Run) -> None:
     folder = str(tiny_run.folder)
     assert chargpt.evaluate(folder) == chargpt.evaluate(tiny_run)
     assert chargpt.sample(folder, length=20, seed=1) == chargpt.sample(tiny_run, length=20, seed=1)
     assert list(chargpt.stream(folder, length=5, seed=1))
-    with pytest.raises(
-        chargpt.ChargptError, match="protocol 'fast' is not one of blocks, sliding, nanogpt"
-    ):
-        chargpt.evaluate(tiny_run, protocol="fast")  # type: ignore[arg-type]
-    with pytest.raises(
-        chargpt.ChargptError, match="split 'dev' is not one of mixture, train, val, test"
-    ):
-        chargpt.evaluate(tiny_run, "dev")  # type: ignore[arg-type]
-    with pytest.raises(chargpt.ChargptError, match="by name, as in sample"):
-        chargpt.sample(tiny_run, "The ")  # type: ignore[arg-type]
-    with pytest.raises(chargpt.ChargptError, match=r"give chargpt\.with_mixture\(run\) as the run"):
-        chargpt.stream(tiny_run, mixture=True)
-    with pytest.raises(chargpt.ChargptError, match="start 'force' is not one of 'new', 'resume'"):
-        chargpt.train(out=folder, start="force")
-    with pytest.raises(chargpt.ChargptError, match="has no mixture"):
-        chargpt.with_mixture(folder)
-    for call in (
-        lambda: chargpt.sample(7),  # type: ignore[arg-type]
-        lambda: chargpt.evaluate(None),  # type: ignore[arg-type]
-        lambda: tiny_run.logits(3),  # type: ignore[arg-type]
-        lambda: tiny_run.logits(["a"]),  # type: ignore[arg-type]
-        lambda: chargpt.train(text=b"abc"),  # type: ignore[arg-type]
-        lambda: chargpt.train(settings=["seed=1"]),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(chargpt.ChargptError, match="expected"):
-            call()
     assert repr(tiny_run).startswith(f"Run({folder!r}, gpt, ")
     assert "\n" not in repr(tiny_run)
+
+
+def test_mistakes_in_a_call_are_said_in_a_sentence(tiny_run: chargpt.Run) -> None:
+    api: Any = chargpt  # the calls are wrong also by their types
+    for message, call in (
+        ("not one of blocks, sliding, nanogpt", lambda: api.evaluate(tiny_run, protocol="fast")),
+        ("not one of mixture, train, val, test", lambda: api.evaluate(tiny_run, "dev")),
+        ("by name, as in sample", lambda: api.sample(tiny_run, "The ")),
+        (r"give chargpt\.with_mixture\(run\) as", lambda: api.stream(tiny_run, mixture=True)),
+        ("'force' is not one of 'new', 'resume'", lambda: api.train(start="force")),
+        ("has no mixture", lambda: api.with_mixture(tiny_run.folder)),
+        ("expected", lambda: api.sample(7)),
+        ("expected", lambda: api.evaluate(None)),
+        ("expected", lambda: api.Run.logits(tiny_run, 3)),
+        ("expected", lambda: api.Run.logits(tiny_run, ["a"])),
+        ("expected", lambda: api.train(text=b"abc")),
+        ("expected", lambda: api.train(settings=["seed=1"])),
+    ):
+        with pytest.raises(chargpt.ChargptError, match=message):
+            call()

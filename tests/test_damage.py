@@ -192,9 +192,7 @@ def test_without_an_intact_checkpoint_every_damage_is_named(run: RunFolder) -> N
     assert str(caught.value) == missing[0]
 
 
-def test_the_size_limit_of_weights_is_exact(
-    run: RunFolder,
-) -> None:
+def test_the_size_limit_of_weights_is_exact(run: RunFolder) -> None:
     n_parameters = count_parameters(CONFIG.model, TOKENIZER.vocab_size)
     max_bytes = 4 * n_parameters + 400 * (12 * CONFIG.model.n_layer + 8)
     for name, limit in (("model.safetensors", max_bytes), ("optimizer.safetensors", 4 * max_bytes)):

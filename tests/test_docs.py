@@ -2,14 +2,11 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import REPOSITORY
+from conftest import REPOSITORY, run_python
 
 
 def load_script(path: Path) -> ModuleType:
@@ -37,17 +34,11 @@ def test_the_files_that_the_architecture_page_names_exist() -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(tmp_path: Path) -> None:
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPLBACKEND", "agg")
     cells = json.loads((REPOSITORY / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    done = subprocess.run(
-        [sys.executable, "-c", code.replace('budget="30s"', 'budget="6s"')],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "MPLBACKEND": "agg"},
-    )
+    done = run_python(code.replace('budget="30s"', 'budget="6s"'), tmp_path)
     assert done.returncode == 0, done.stderr
     difference = float(done.stdout.rpartition("largest difference:")[2])
     assert difference < 1e-5

@@ -57,9 +57,7 @@ def test_speed_is_floating_point_operations_per_second(monkeypatch: pytest.Monke
     assert matmul_flops(CPU, torch.float32) == 2 * 64**3 / 0.5
 
 
-def test_too_many_and_too_few_threads_give_advice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_too_many_and_too_few_threads_give_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     # of a machine that has more, eight cores are this process's
     monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _: range(8), raising=False)
     monkeypatch.setattr(doctor.os, "cpu_count", lambda: 64)

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, Cli, refusal
+from conftest import REPOSITORY, Cli, refusal, run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise import fill_with_noise
@@ -461,9 +460,7 @@ def test_the_recipes_run(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 2
     for block in blocks:
-        done = subprocess.run(
-            [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
+        done = run_python(block, tmp_path)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("It was")
         assert len(done.stdout.rstrip("\n")) > len("It was")

@@ -202,9 +202,7 @@ def test_every_marked_passage_is_verbatim_and_overlapping_ones_are_marked_apart(
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 60)), min_size=1, max_size=9))
-def test_marked_passages_are_disjoint_and_leave_out_none(
-    pieces: list[tuple[int, int]],
-) -> None:
+def test_marked_passages_are_disjoint_and_leave_out_none(pieces: list[tuple[int, int]]) -> None:
     training = "".join(np.random.default_rng(0).choice(list("abcd \n"), 3000))
     corpus = load_corpus(TextConfig(), text=training)
     text = "".join(training[start : start + length] for start, length in pieces)

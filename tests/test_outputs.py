@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Cli, refusal, run_here
+from conftest import REPOSITORY, Cli, refusal, run_here, start_cli
 
 from chargpt.cli import console, tables
 from chargpt.errors import ConfigError, DeviceError, OperationError, TextError
@@ -219,9 +219,7 @@ def test_nothing_printed_controls_the_terminal(
     assert json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
 
 
-def test_spaces_and_joiners_of_every_script_are_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_spaces_and_joiners_of_every_script_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     text = "a\u00a0b\u3000c\u2009d\u200ce\u200df\u00adg"
     console.out(text)
     assert capsys.readouterr().out == text + "\n"
@@ -282,9 +280,7 @@ def test_empty_variables_mean_no_torchrun(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_several_trainings_at_once_each_get_a_folder(verse: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "chargpt", "train", str(verse), *TINY]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    processes = [subprocess.Popen(command, cwd=tmp_path, env=environment) for _ in range(2)]
+    processes = [start_cli("train", verse, *TINY, cwd=tmp_path) for _ in range(2)]
     assert [process.wait(120) for process in processes] == [0, 0]
     names = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert names == ["lighthouse-gpt", "lighthouse-gpt-2"]

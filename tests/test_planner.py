@@ -154,9 +154,7 @@ def test_repeated_tokens_are_worth_less_and_least_to_a_large_model() -> None:
     assert repeated > unique + 0.01
 
 
-def test_a_longer_budget_never_chooses_a_smaller_model(
-    corpus: Corpus,
-) -> None:
+def test_a_longer_budget_never_chooses_a_smaller_model(corpus: Corpus) -> None:
     sizes = []
     for seconds in (15, 60, 600, 6000, 60000):
         config = choose(Config(), (), corpus, seconds).config
@@ -182,11 +180,9 @@ def test_if_the_trials_used_up_the_budget_the_fewest_steps_are_planned(corpus: C
     assert chosen.model.n_embd == SIZES[0].n_embd
 
 
-def test_the_number_of_epochs_is_limited_also_in_replanning(
-    corpus: Corpus, notes: list[str]
-) -> None:
-    planned = choose(Config(), (), corpus, 10**6)
-    config, limit = planned.config, MAX_EPOCHS * len(corpus.split("train"))
+def test_the_number_of_epochs_is_limited(corpus: Corpus, notes: list[str]) -> None:
+    config = choose(Config(), (), corpus, 10**6).config
+    limit = MAX_EPOCHS * len(corpus.split("train"))
     assert limit - config.tokens_per_step < config.train.max_steps * config.tokens_per_step
     assert config.train.max_steps * config.tokens_per_step <= limit
     assert config.model.dropout > 0
@@ -194,16 +190,6 @@ def test_the_number_of_epochs_is_limited_also_in_replanning(
     notes.clear()
     choose(Config(), (), corpus, 10)
     assert not notes
-
-    # planned for fewer steps, on a machine that turns out a thousand times faster
-    before = config.with_values({"train.max_steps": 100})
-    after = replanned_config(before, 40, 1e-3, 10**6, planned.step_limit)
-    assert after.train.max_steps == planned.step_limit == config.train.max_steps
-    assert replanned_config(before, 40, 1e-3, 10**6).train.max_steps > 10**6
-    note = replanning_note(100, after.train.max_steps, planned.step_limit)
-    assert str(note).startswith(
-        f"re-planned: 100 -> {planned.step_limit:,} steps: training ends before"
-    )
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 16, 64])
@@ -319,29 +305,24 @@ def test_dropout_grows_with_epochs_and_parameters_per_character() -> None:
 
 
 def test_what_the_user_has_set_stays(corpus: Corpus) -> None:
-    values = {
-        "train.batch_size": 4,
-        "train.evaluate_every": 7,
-        "model.n_embd": 32,
-        "schedule.cooldown": 0.3,
-    }
+    values = {"train.batch_size": 4, "train.evaluate_every": 7, "schedule.cooldown": 0.3}
+    values |= {"model.n_embd": 32}
     planned = choose(Config().with_values(values), values, corpus, 30)
-    config = planned.config
-    assert (config.train.batch_size, config.train.evaluate_every) == (4, 7)
-    assert (config.model.n_embd, config.model.n_layer) == (32, Config().model.n_layer)
-    assert config.schedule.cooldown == 0.3
+    expected = {**values, "model.n_layer": Config().model.n_layer}
+    assert planned.config.flatten().items() >= expected.items()
     assert not planned.size_was_chosen
 
 
-def test_a_setting_that_is_no_size_leaves_the_size_to_the_plan(corpus: Corpus) -> None:
-    values = {"model.dropout": 0.3, "model.qk_norm": False}
-    planned = choose(Config().with_values(values), values, corpus, 30)
-    without = choose(Config(), (), corpus, 30)
+@pytest.mark.parametrize("values", [{"dropout": 0.3, "qk_norm": False}, {"block_size": 64}])
+def test_a_setting_that_is_no_size_leaves_the_size_to_the_plan(
+    values: dict[str, object], corpus: Corpus
+) -> None:
+    given = {f"model.{key}": value for key, value in values.items()}
+    planned = choose(Config().with_values(given), given, corpus, 10)
+    free = choose(Config(), (), corpus, 10)
     assert planned.size_was_chosen
-    expected = without.config.model.model_copy(update={"dropout": 0.3, "qk_norm": False})
-    assert planned.config.model == expected
-    with pytest.raises(ConfigError, match=r"--budget and train\.max_steps"):
-        choose(Config(), {"train.max_steps"}, corpus, 30)
+    assert planned.config.model == free.config.model.model_copy(update=values)
+    assert planned.config.tokens_per_step == free.config.tokens_per_step
 
 
 def test_for_a_bigram_only_the_number_of_steps_is_planned(corpus: Corpus) -> None:
@@ -519,15 +500,6 @@ def test_an_extended_budget_ends_early_instead_of_training_more_steps() -> None:
         now[0] += 0.1
         config = pace.adjusted(config, step, 0.0)
     assert config.train.max_steps == 20
-
-
-def test_the_size_is_chosen_for_a_given_block_size(corpus: Corpus) -> None:
-    free = choose(Config(), (), corpus, 10)
-    config = Config().with_values({"model.block_size": 64})
-    given = choose(config, ("model.block_size",), corpus, 10)
-    assert given.size_was_chosen
-    assert given.config.model == free.config.model.model_copy(update={"block_size": 64})
-    assert given.config.tokens_per_step == free.config.tokens_per_step
 
 
 def test_a_model_that_is_too_large_for_its_budget_is_rejected_after_one_step(

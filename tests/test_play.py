@@ -18,7 +18,7 @@ from noise import fill_with_noise
 from chargpt import sample
 from chargpt.cli import play as play_command
 from chargpt.config import Config
-from chargpt.errors import ConfigError, OperationError
+from chargpt.errors import OperationError
 from chargpt.export import html
 from chargpt.export.html import export_html, half_weights, make_page
 from chargpt.models import GPT, build_model
@@ -419,19 +419,6 @@ def test_everything_is_reached_by_the_tab_key(player: Open) -> None:
     fields = "prompt length temperature top-k seed continue live view".split()
     assert [name for name in dict.fromkeys(reached) if name in fields] == fields
     assert {"layer", "head"} <= set(reached)
-
-
-OTHERS = [{"kind": "bigram"}, {"kind": "gpt2"}, {"attention": "average"}, {"mlp": "none"}]
-
-
-@pytest.mark.parametrize("setting", [*OTHERS, {"scale_attn_weights": False}, {"qk_norm": False}])
-def test_a_model_that_the_page_cannot_hold_is_refused_by_name(
-    tmp_path: Path, setting: dict[str, object]
-) -> None:
-    run, (name,) = save_run(tmp_path, **setting), setting
-    with pytest.raises(ConfigError, match=f"model.{name}={setting[name]}"):
-        export_html(run, tmp_path / "play.html")
-    assert not (tmp_path / "play.html").exists()
 
 
 def test_a_page_holds_the_weights_and_the_tokenizer(tmp_path: Path) -> None:

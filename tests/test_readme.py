@@ -3,12 +3,10 @@
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Cli, run_cli
+from conftest import REPOSITORY, Cli, run_cli, run_python
 from test_docs import load_script
 
 import chargpt
@@ -84,14 +82,7 @@ def test_the_python_of_the_readme_runs(verse: Path, tmp_path: Path) -> None:
     small = {"model.n_layer": 1, "model.n_embd": 32, "model.block_size": 32}
     block = block.replace('budget="3m"', f'budget="5s", settings={small}')
     shutil.copy(verse, tmp_path / "novel.txt")
-    done = subprocess.run(
-        [sys.executable, "-c", block],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={"PYTHONPATH": str(REPOSITORY), "PATH": ""},
-    )
+    done = run_python(block, tmp_path)
     assert done.returncode == 0, done.stderr
 
 

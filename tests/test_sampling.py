@@ -3,17 +3,14 @@
 import functools
 import itertools
 import math
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY
+from conftest import REPOSITORY, start_cli
 from formula import logits_of_long_text
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -68,14 +65,8 @@ def test_a_streams_text_does_not_depend_on_the_number_of_streams():
 def test_the_sample_command_ends_by_a_signal(number, num_samples, tmp_path):
     run = REPOSITORY / "tests" / "golden" / "0.1.0" / "run"
     options = f"--num-samples={num_samples}", "--length=100000000"
-    command = subprocess.Popen(
-        [sys.executable, "-m", "chargpt", "sample", run, *options],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "2"},
-    )
+    threads = "export OMP_NUM_THREADS=2;"
+    command = start_cli("sample", run, *options, cwd=tmp_path, shell=threads)
     try:
         if num_samples == 1:
             assert command.stdout.read(1)  # it is streamed
