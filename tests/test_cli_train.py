@@ -18,7 +18,7 @@ from chargpt.store.run import load_run
 def test_train_prints_its_plan_losses_and_commands_that_succeed(verse: Path, cli: Cli) -> None:
     done = cli("train", verse, *QUICK, "-s", "train.sample_every=6")
     assert done.returncode == 0, done.stderr
-    assert "device  cpu (1 of 1 threads), float32\n" in done.stderr  # which were not chosen
+    assert "device  cpu (1 of " in done.stderr  # which were not chosen
     for word in ("text ", "vocab ", "model ", "plan ", "needs ", "epochs"):
         assert word in done.stderr, word
     for row in ("uniform", "unigram", "bigram", "gpt (trained)", "nats/char", "perplexity"):

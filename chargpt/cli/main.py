@@ -191,14 +191,14 @@ def _describe_usage(error: Any, words: Sequence[str]) -> str:
     """Return the sentence about an error in a command line, with what to write instead."""
     message = textwrap.shorten(_in_own_words(error), 200, placeholder=" ...")
     is_extra = "unexpected extra argument" in message
-    n_files = sum(map(os.path.isfile, words[2:]))
+    files = [word for word in words[2:] if os.path.isfile(word)]
     remedy = ""
     if words[1:2] == ["resume"] or (is_extra and "--resume" in words):
         remedy = "; `chargpt train --resume RUN` resumes a run"
-    elif is_extra and words[1] == "evaluate" and n_files:
-        remedy = "; --text FILE names another text"
-    elif is_extra and n_files > 1 and "-c" not in words:  # the shell has expanded a pattern
-        remedy = "; a pattern such as '*.txt' needs quotes"
+    elif is_extra and any(file in message for file in files):
+        remedy = "; a pattern such as '*.txt' needs quotes" if len(files) > 1 else ""
+        if words[1] == "evaluate":
+            remedy = "; --text FILE names another text"
     context = getattr(error, "ctx", None)
     return f"{message}{remedy}; see `{context.command_path} --help`" if context else message
 

@@ -4,7 +4,7 @@ The text is cut into lanes of equal length, whose tokens one decoder predicts as
 step t predicts token t of every lane. Compression and decompression run the same steps on arrays of
 the same shapes, with bitwise identical results. Probabilities are rounded to integer
 frequencies for an arithmetic coder (Witten, Neal and Cleary 1987). The first token of a lane
-costs log2(V) bits; the others have the context of incremental decoding (decoders/__init__.py), so
+costs log2(V) bits; the others have the context of incremental decoding (decoders.py), so
 the compressed size is close to the loss of the protocol `sliding`.
 
 Another machine may round differently. The file names the platform, which is compared before

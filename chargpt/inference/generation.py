@@ -1,7 +1,7 @@
 """Text generation: prefill a prompt, sample tokens (sampler.py), decode text, cut at stop strings.
 
 The context is at most `block_size` tokens: of a longer prompt the last `block_size`. When the KV
-cache is full, its older half is evicted (decoders/__init__.py).
+cache is full, its older half is evicted (decoders.py).
 
 Shapes in this file: N = sequences sampled together, T = prompt length, V = vocabulary size.
 """

@@ -103,7 +103,7 @@ def step_of(folder: Path) -> int:
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """Return the committed checkpoint folders, oldest first, or raise UnreadableError."""
+    """Return the checkpoint folders, intact or damaged, oldest first, or raise UnreadableError."""
     try:
         names = filter(CHECKPOINT_NAME.fullmatch, entry_names(parent))
     except OSError as error:
@@ -112,8 +112,12 @@ def list_checkpoints(parent: Path) -> list[Path]:
 
 
 def last_saved(parent: Path) -> float:
-    """Return when a run that has checkpoints saved one last, in seconds since the epoch."""
-    return max((folder / commit.MANIFEST).stat().st_mtime for folder in list_checkpoints(parent))
+    """Return when a run saved a checkpoint last, in seconds since the epoch; 0 for none."""
+    times = [0.0]
+    for folder in list_checkpoints(parent):
+        with suppress(OSError):  # it is damaged, or being deleted
+            times.append((folder / commit.MANIFEST).stat().st_mtime)
+    return max(times)
 
 
 def unfinished_checkpoints(parent: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """Loading a trained run: commands that use a model load it by `load_run`."""
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from chargpt.config import Config
 from chargpt.device import choose_device, configure, tune_threads
-from chargpt.errors import RunError, TextError, most_similar
+from chargpt.errors import RunError, TextError, UnreadableError, most_similar
 from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.checkpoint import RunState, last_saved, list_checkpoints
@@ -90,12 +91,11 @@ class Run:
 
 def newest_run(parent: Path = Path("runs")) -> Path:
     """Return the run under `parent`, at most two levels deep, that saved last; RunError if none."""
-    found = [
-        (last_saved(checkpoints), checkpoints.parent)
-        for depth in ("*", "*/*")
-        for checkpoints in parent.glob(f"{depth}/{CHECKPOINTS}")
-        if list_checkpoints(checkpoints)
-    ]
+    found = []
+    for checkpoints in (*parent.glob(f"*/{CHECKPOINTS}"), *parent.glob(f"*/*/{CHECKPOINTS}")):
+        with suppress(UnreadableError):
+            if list_checkpoints(checkpoints):
+                found.append((last_saved(checkpoints), checkpoints.parent))
     if not found:
         raise RunError(f"there is no run under {parent}/ yet; train one with `chargpt train`")
     return max(found)[1]

@@ -11,7 +11,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -22,11 +22,12 @@ from charset_normalizer import from_bytes
 from chargpt.errors import MissingTextError, TextError, most_similar
 from chargpt.log import logger
 from chargpt.text import TextProgress
-from chargpt.text.catalog import BUILT_IN, built_in_text
+from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
 
 CHUNK_BYTES = 1 << 19  # small enough for a processor's cache, with its text and tokens
 MAX_TEXT_BYTES = 100 * 10**9  # of all files together, decompressed
 MAX_FILES = 1_000_000
+MAX_COMPARED_NAMES = 2000  # of files, with one that does not exist
 STDIN = "-"
 GZIP_MAGIC = b"\x1f\x8b"
 BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32's
@@ -135,13 +136,13 @@ def _text_file(path: Path) -> TextFile:
 
 def _missing(path: Path) -> str:
     """Return the message for a path that does not exist, with the most similar one that does."""
-    try:
-        similar = most_similar(path.name, sorted(os.listdir(path.parent)))
-    except OSError:
-        similar = None
     remedy = "correct the path, or see `chargpt data list` for texts to fetch"
-    if similar:
-        remedy = f"did you mean {path.parent / similar}?"
+    if similar := most_similar(str(path), CATALOG):
+        remedy = f"did you mean `chargpt data get {similar}`?"
+    with suppress(OSError):
+        names = sorted(os.listdir(path.parent))[:MAX_COMPARED_NAMES]
+        if similar := most_similar(path.name, names):
+            remedy = f"did you mean {path.parent / similar}?"
     return f"there is no file {path}; {remedy}"
 
 
@@ -222,9 +223,10 @@ def opened(
     if encoding == "auto" and len(source.files) > 1:
         binary = {file for file in source.files if _is_binary(file.path)}
         texts = tuple(file for file in source.files if file not in binary)
-        if binary and texts:
+        if binary and any(file.size for file in texts):
             first = Path(min(binary).path).name
-            logger.warning(f"not read, since binary: {len(binary):,} files, such as {first}")
+            files = "1 file" if len(binary) == 1 else f"{len(binary):,} files, such as"
+            logger.warning(f"not read, since binary: {files} {first}")
             source = replace(source, files=texts)
     if source.files or source.stream is not None:
         yield source

@@ -104,12 +104,13 @@ class CharTokenizer:
         """Id that `replace` puts for an unknown character.
 
         The unknown token if there is one, else the first of U+FFFD, `?` and the space that the
-        vocabulary has, else the first printable character, else the first one.
+        vocabulary has, else the first printable character, else one that is not the EOS token.
         """
         if self.has_unknown:
             return len(self.characters)
         printable = filter(str.isprintable, self.characters)
-        candidates = chain((REPLACEMENT, "?", " "), printable)
+        others = (character for character in self.characters if character != self.eos_token)
+        candidates = chain((REPLACEMENT, "?", " "), printable, others)
         known = (character for character in candidates if character in self.characters)
         return self.characters.index(next(known, self.characters[0]))
 

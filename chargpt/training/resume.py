@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,10 +13,11 @@ from chargpt.config import Config
 from chargpt.device import choose_device
 from chargpt.distributed import init_process_group
 from chargpt.errors import ConfigError, FinishedError, RunError, TextError
+from chargpt.files import exists
 from chargpt.inference.baselines import Baselines
 from chargpt.log import logger
 from chargpt.ranks import is_main_rank
-from chargpt.store.checkpoint import Checkpoint
+from chargpt.store.checkpoint import Checkpoint, name_of
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.text import TextProgress
@@ -54,6 +56,7 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
                 f"{folder.path} was imported and has no optimizer state; start a new run from its "
                 f"weights with `chargpt train TEXT --from {folder.path}`"
             )
+        saved = without_missing_best(saved)
         corpus = text_of_run(folder, saved, request, on_progress)
         config = resumed_config(saved, changes, same_command=same_command)
         group = init_process_group(choose_device(config.device)[0])
@@ -86,6 +89,17 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
             seconds = (config.train.max_steps - step) * saved.state.seconds / step
         cost = expected_cost(trainer, seconds)
         yield Session(trainer, folder, baselines, cost, resumed_at=step)
+
+
+def without_missing_best(saved: Checkpoint) -> Checkpoint:
+    """Return the checkpoint, without a best one if that is gone: the next validation is the best."""
+    best = saved.state.best_step
+    if not best or exists(saved.folder.with_name(name_of(best))):
+        return saved
+    logger.warning(
+        f"the best checkpoint, step {best:,}, is missing; the next validation replaces it"
+    )
+    return replace(saved, state=replace(saved.state, best_step=None, best_nats_per_char=None))
 
 
 def text_of_run(

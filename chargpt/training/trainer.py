@@ -374,7 +374,8 @@ class Trainer:
         if report is not None and is_best and report.validation is not None:
             nats = report.validation.nats_per_char
             state = replace(state, best_step=report.step, best_nats_per_char=nats)
-        is_new = self.writer.saved_step != state.step or is_best or self.config_is_unsaved
+        is_new_best = state.best_step != self.state.best_step
+        is_new = self.writer.saved_step != state.step or is_new_best or self.config_is_unsaved
         if self.folder is None or not is_new:
             self.state = state
             return
@@ -485,7 +486,7 @@ class Trainer:
         has_checkpoint = self.writer.saved_step is not None
         message = (
             f"the {what} no longer finite at step {step:,}, and nothing of that was saved; "
-            f"{self.last_checkpoint}; {'resume' if has_checkpoint else 'start again'} with lower "
+            f"{self.last_checkpoint}; {'--resume' if has_checkpoint else 'start again'} with lower "
             f"learning rates, such as {self.config.optim.lower_rates()}"
         )
         may_roll_back = self.group.world_size == 1 and not self.config.train.max_rollbacks

@@ -123,7 +123,7 @@ def non_finite(work: Path, index: int, random: Random) -> str | None:
         saved, skipped = load_checkpoint(run.checkpoints, "latest")
         if skipped or saved.state.step != saved_before:
             wrong = f"the last checkpoint changed: {skipped}"
-        if f"step {step + 1} " not in str(error) or "--resume" not in str(error):
+        if f"step {step + 1}," not in str(error) or "--resume" not in str(error):
             wrong = f"the message is {error}"
         if config.train.max_rollbacks:
             wrong = f"no rollback: {error}"
