@@ -92,12 +92,15 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
 
 
 def without_missing_best(saved: Checkpoint) -> Checkpoint:
-    """Return the checkpoint, without a best one if that is gone: the next validation is the best."""
+    """Return the checkpoint, without a best one if that is gone, which is logged.
+
+    Then the next one that is validated becomes the best.
+    """
     best = saved.state.best_step
     if not best or exists(saved.folder.with_name(name_of(best))):
         return saved
     logger.warning(
-        f"the best checkpoint, step {best:,}, is missing; the next validation replaces it"
+        f"the best checkpoint, step {best:,}, is missing; the next validated one replaces it"
     )
     return replace(saved, state=replace(saved.state, best_step=None, best_nats_per_char=None))
 
