@@ -114,10 +114,10 @@ def run_here(*words: object, cwd: Path, **environment: str) -> None:
     assert left.value.code == 0, words
 
 
-def run_python(program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program of Python in a process of its own."""
+def run_python(program: str, cwd: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run a program of Python with arguments in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *map(str, words)],
         capture_output=True,
         text=True,
         cwd=cwd,

@@ -33,12 +33,50 @@ def test_the_files_that_the_architecture_page_names_exist() -> None:
         )
 
 
+CALLED = """
+import os, sys, threading
+from pathlib import Path
+import chargpt.cli.main
+
+package, paths = str(Path(chargpt.__file__).parent), {}
+
+def note(frame, event, _):
+    code = frame.f_code
+    is_function = code.co_flags & 1  # and not the body of a module or class
+    if event == "call" and is_function and code.co_filename.startswith(package):
+        paths.setdefault(code.co_filename)
+        if code.co_name == "train_step" and code.co_filename.endswith("trainer.py"):
+            found = map(Path, paths)
+            print(*(path.parent.name if path.stem == "__init__" else path.stem for path in found))
+            sys.stdout.flush()
+            os._exit(0)
+
+threading.setprofile(note)
+sys.setprofile(note)
+chargpt.cli.main.run()
+"""
+
+
 @pytest.mark.slow
-def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_architecture_page_lists_the_modules_on_the_way_to_the_first_step(
+    verse: Path, tmp_path: Path
+) -> None:
+    words = "--budget 60s --device cpu -s model.n_layer=1 -s model.n_embd=16".split()
+    done = run_python(CALLED, tmp_path, "train", verse, *words)
+    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = page.split("```")[1].split()
+    assert sorted(done.stdout.split()) == sorted(listed), done.stderr
+    assert f"functions of {len(listed)} modules" in page
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPLBACKEND", "agg")
     cells = json.loads((REPOSITORY / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    done = run_python(code.replace('budget="30s"', 'budget="6s"'), tmp_path)
+    (tmp_path / "short.txt").write_text(verse.read_text(encoding="utf-8")[:4000], encoding="utf-8")
+    short = 'chargpt.train("short.txt", budget="60s")'  # 40 epochs take seconds
+    done = run_python(code.replace('chargpt.train(budget="30s")', short), tmp_path)
     assert done.returncode == 0, done.stderr
     difference = float(done.stdout.rpartition("largest difference:")[2])
     assert difference < 1e-5

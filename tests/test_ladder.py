@@ -166,7 +166,7 @@ def test_ngram_loss_equals_the_baseline_and_falls_with_the_order(verse: Path) ->
         (["--ladder", "-c", "bigram"], "the ladder needs a gpt with all components"),
         (["--ladder", "-s", "model.n_head=1"], "set model.n_layer and model.n_head to 2 or more"),
         (["--ladder", "-s", "model.qk_norm=false"], "and model.qk_norm at their defaults"),
-        (["--models", " , "], "there is no model '' to compare; there are bigram, gpt"),
+        (["--models", " , "], "--models names no model; give bigram, gpt or both"),
         (["--ladder", "--plot", "a.jpg"], "a.jpg must end in .svg or .png; rename it"),
         (["--ladder", "other.txt"], "lighthouse.txt is not a run; give one text, or only runs"),
         (["--ladder", "--models", "gpt"], "--models does not apply to --ladder, whose models are"),

@@ -79,9 +79,8 @@ def test_every_setting_that_the_readme_names_exists() -> None:
 @pytest.mark.slow
 def test_the_python_of_the_readme_runs(verse: Path, tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    small = {"model.n_layer": 1, "model.n_embd": 32, "model.block_size": 32}
-    block = block.replace('budget="3m"', f'budget="5s", settings={small}')
-    shutil.copy(verse, tmp_path / "novel.txt")
+    short = verse.read_text(encoding="utf-8")[:6000]  # whose 40 epochs take seconds
+    (tmp_path / "novel.txt").write_text(short, encoding="utf-8")
     done = run_python(block, tmp_path)
     assert done.returncode == 0, done.stderr
 

@@ -50,7 +50,8 @@ def test_the_gpu_suite_writes_its_record_also_when_it_is_stopped(
         stdout=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 60
-    while "== training" not in ((out / "gpu.txt").read_text() if out.exists() else ""):
+    log = out / "gpu.txt"
+    while "== training" not in (log.read_text() if log.exists() else ""):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGTERM)
