@@ -722,13 +722,18 @@ def test_a_checkpoint_deleted_while_it_is_read_is_no_damage(
     assert (saved.state.step, skipped) == (4, [])
 
 
-def test_a_run_with_a_damaged_checkpoint_is_listed_and_found_among_others(run: RunFolder) -> None:
+def test_a_run_with_a_damaged_checkpoint_is_listed_and_found_among_others(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_with_best(run)
     other = RunFolder(run.path.with_name("other")).create(CONFIG, TOKENIZER)
     save(other, 1)
     (run.checkpoints / "step-00000001" / "manifest.json").unlink()
     assert {each.status for each in list_runs(run.path.parent)} == {"unfinished"}
     assert newest_run(run.path.parent) == other.path
+    monkeypatch.setattr(checkpoint, "entry_names", failing(errno.EACCES))
+    with pytest.raises(RunError, match="there is no run"):
+        newest_run(run.path.parent)
 
 
 def test_if_the_best_is_gone_the_newest_takes_its_place(run: RunFolder) -> None:
