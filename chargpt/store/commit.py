@@ -122,7 +122,7 @@ def read(folder: Path, max_bytes: Mapping[str, int]) -> dict[str, bytes]:
         UnreadableError: the system cannot read a file now.
         RunError: a file is missing, too large, changed, or not a regular file.
     """
-    digests = _read_manifest(folder)
+    listed = _read_manifest(folder)
     files = {}
     for name, limit in max_bytes.items():
         path = folder / name
@@ -130,20 +130,20 @@ def read(folder: Path, max_bytes: Mapping[str, int]) -> dict[str, bytes]:
             content = read_regular(path, limit)
         except (OSError, ValueError) as error:
             raise read_error(path, error) from None
-        if _sha256([content]) != digests.get(name):
+        if (len(content), _sha256([content])) != listed.get(name):
             raise RunError(f"{path} has changed since it was saved; use another checkpoint")
         files[name] = content
     return files
 
 
-def _read_manifest(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file that a directory's manifest lists."""
+def _read_manifest(folder: Path) -> dict[str, tuple[object, object]]:
+    """Return the size and SHA-256 of each file that a directory's manifest lists."""
     path = folder / MANIFEST
     try:
         if folder.is_symlink():
             raise ValueError("its folder is a symbolic link")
         files = read_json(path, MAX_MANIFEST_BYTES)["files"]
-        return {name: str(entry["sha256"]) for name, entry in files.items()}
+        return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
     except (AttributeError, KeyError, TypeError):
         error: Exception = ValueError("it is malformed")
     except (OSError, ValueError) as caught:

@@ -120,7 +120,7 @@ def _state_text(folder: Path, sequence: str) -> list[list[str]]:
     for step in checkpoints.glob("step-*"):
         state = json.loads((step / "state.json").read_text())
         (step / "state.json").write_text(json.dumps({**state, "text": sequence, "torch": sequence}))
-        forge_manifest(step, folder / "R", step=state["step"])
+        forge_manifest(step)
     return _about("R")
 
 
@@ -143,8 +143,7 @@ def _config_key(folder: Path, sequence: str) -> list[list[str]]:
     (folder / "own.yaml").write_text(f"{quoted}: 1\ntrain:\n  {quoted}: 2\n  max_steps: {quoted}\n")
     for step in (folder / "R" / "checkpoints").glob("step-*"):
         (step / "config.yaml").write_text((folder / "own.yaml").read_text())
-        number = json.loads((step / "manifest.json").read_text())["step"]
-        forge_manifest(step, folder / "R", step=number)
+        forge_manifest(step)
     return [
         ["train", str(TEXT), "-c", "own.yaml"],
         ["config", "-c", "own.yaml"],
