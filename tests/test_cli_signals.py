@@ -143,7 +143,6 @@ class SignalOnDeletion:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_whose_exception_python_ignores_still_ends_the_command() -> None:
     reached = []
 
@@ -158,7 +157,6 @@ def test_a_signal_whose_exception_python_ignores_still_ends_the_command() -> Non
     assert stopped.value.number == signal.SIGTERM
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_such_a_signal_before_the_first_step_still_saves_the_run(
     verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

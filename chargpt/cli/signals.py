@@ -5,6 +5,7 @@ While a run trains, `training.interrupts.deferred_signals` replaces the handler.
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -71,7 +72,17 @@ def catch_signals() -> Iterator[None]:
         Stopped: at the end, if a signal came that has not ended the command yet.
     """
     signals = Signals()
-    with handling(signals):
-        yield
-        if signals.caught:
-            raise Stopped(signals.caught[0])
+    previous_hook = sys.unraisablehook
+
+    def hide_stopped(dropped: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(dropped.exc_value, Stopped):
+            previous_hook(dropped)
+
+    sys.unraisablehook = hide_stopped
+    try:
+        with handling(signals):
+            yield
+            if signals.caught:
+                raise Stopped(signals.caught[0])
+    finally:
+        sys.unraisablehook = previous_hook
