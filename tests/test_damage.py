@@ -38,7 +38,7 @@ def test_every_flipped_bit_is_detected(run: RunFolder, name: str, notes: list[st
 
 def test_truncated_and_missing_files_are_rejected(run: RunFolder) -> None:
     folder = save(run, 1, best=True)
-    model, state = folder / "model.safetensors", folder / "state.json"
+    model, state, manifest = map(folder.joinpath, (MODEL, "state.json", "manifest.json"))
     whole = model.read_bytes()
     for size in (0, 1, 8, len(whole) // 2, len(whole) - 1):
         model.write_bytes(whole[:size])
@@ -51,7 +51,10 @@ def test_truncated_and_missing_files_are_rejected(run: RunFolder) -> None:
         load_run(run.path, device="cpu")
     state.write_bytes(kept)
     assert load_run(run.path, device="cpu").step == 1
-    (folder / "manifest.json").unlink()
+    manifest.write_text(manifest.read_text().replace('"size": ', '"size": 1'))
+    with pytest.raises(RunError, match="changed since"):
+        load_run(run.path, device="cpu")
+    manifest.unlink()
     with pytest.raises(RunError):
         load_run(run.path, device="cpu")
 
