@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from chargpt.config import Config
-from chargpt.store.folder import RunFolder
-from chargpt.store.layout import LOCK
+from chargpt.store.folder import LOCK, RunFolder
 from chargpt.store.run import load_run
 from chargpt.text.prepare import find_text, prepare
 from chargpt.training.trainer import Trainer

@@ -25,7 +25,7 @@ from chargpt.models import GPT
 from chargpt.models.mixture import Mixture
 from chargpt.models.ngram import NGramLM
 from chargpt.models.word_context import BACKOFF_ORDER, WordContextModel, word_token_mask
-from chargpt.store.layout import MIXTURE_FILE
+from chargpt.store.folder import MIXTURE_FILE
 from chargpt.store.mixture import save_mixture, with_mixture
 from chargpt.store.run import Run, load_run
 from chargpt.text.corpus import Corpus

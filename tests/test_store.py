@@ -31,8 +31,7 @@ from chargpt.store.checkpoint import (
     newest_metadata,
     step_of,
 )
-from chargpt.store.folder import RunFolder
-from chargpt.store.layout import find_foreign_file, has_checkpoint
+from chargpt.store.folder import RunFolder, find_foreign_file, has_checkpoint
 from chargpt.store.listing import list_runs
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.run import load_run, newest_run, open_run
@@ -292,7 +291,7 @@ def test_force_renames_the_old_run_and_deletes_nothing(run: RunFolder, notes: li
     (run.path / "notes.txt").write_text("precious")
     with run.locked():
         old = sorted(path.relative_to(run.path) for path in run.path.rglob("*"))
-        new = RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
+        new = RunFolder(run.path).create(CONFIG, TOKENIZER, replace=True)
     aside = run.path.with_name("run.old")
     assert notes == [f"the run that was {run.path} is now {aside}"]
     assert sorted(path.relative_to(aside) for path in aside.rglob("*")) == old
@@ -300,7 +299,7 @@ def test_force_renames_the_old_run_and_deletes_nothing(run: RunFolder, notes: li
     assert not list_checkpoints(new.checkpoints)
     save(new, 7)
     assert load_run(run.path, device="cpu").step == 7
-    RunFolder(run.path).create(CONFIG, TOKENIZER, existing="rename")
+    RunFolder(run.path).create(CONFIG, TOKENIZER, replace=True)
     assert load_run(run.path.with_name("run.old-2"), device="cpu").step == 7
 
 
@@ -308,7 +307,7 @@ def test_a_run_that_replaces_another_is_locked_at_its_new_place(run: RunFolder) 
     save(run, 1)
     new = RunFolder(run.path)
     with new.locked(is_new=True):
-        new.create(CONFIG, TOKENIZER, existing="rename")
+        new.create(CONFIG, TOKENIZER, replace=True)
         with pytest.raises(RunError, match="another process"), RunFolder(run.path).locked():
             pass
         with RunFolder(run.path.with_name("run.old")).locked():
@@ -334,7 +333,7 @@ def test_a_start_that_is_killed_at_any_rename_leaves_a_whole_run(
     for name in real:
         monkeypatch.setattr(os, name, functools.partial(killed, name))
     with contextlib.suppress(SystemExit):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, text, existing="rename")
+        RunFolder(run.path).create(CONFIG, TOKENIZER, text, replace=True)
     monkeypatch.undo()
     aside = run.path.with_name("run.old")
     if not aside.exists():
@@ -346,27 +345,24 @@ def test_a_start_that_is_killed_at_any_rename_leaves_a_whole_run(
         assert load_run(aside, device="cpu").step == 1
     again = RunFolder(run.path)
     with again.locked(is_new=True):
-        again.create(CONFIG, TOKENIZER, existing="rename")
+        again.create(CONFIG, TOKENIZER, replace=True)
     assert not list_checkpoints(again.checkpoints)
 
 
 def test_a_run_with_a_checkpoint_or_foreign_files_is_not_replaced(run: RunFolder) -> None:
     folder = save(run, 1)
-    RunFolder(run.path.with_name("none")).require_unused("restart")
-    for existing in ("reject", "restart"):
-        with pytest.raises(RunError, match="continue it with --resume, replace it with --force"):
-            RunFolder(run.path).create(CONFIG, TOKENIZER, existing=existing)
+    RunFolder(run.path.with_name("none")).require_unused()
+    with pytest.raises(RunError, match="continue it with --resume, replace it with --force"):
+        RunFolder(run.path).create(CONFIG, TOKENIZER)
     assert folder.exists()
     shutil.rmtree(folder)
     (run.path / ".config.yaml.0123456789ab.tmp").write_text("half")  # a process died while it wrote
-    with pytest.raises(RunError, match="continue it with --resume"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER)
     precious = run.checkpoints / "epoch10.pt"
     precious.write_bytes(b"x")
     with pytest.raises(RunError, match="continue it with --resume"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="restart")
+        RunFolder(run.path).create(CONFIG, TOKENIZER)
     precious.rename(run.path.with_name("away"))
-    RunFolder(run.path).create(CONFIG, TOKENIZER, existing="restart")
+    RunFolder(run.path).create(CONFIG, TOKENIZER)
     assert (run.path / "config.yaml").exists()
     assert not list(run.path.glob("*.tmp"))
 
@@ -378,7 +374,7 @@ def test_a_run_whose_checkpoints_are_on_an_unmounted_disk_is_not_replaced(
     run.checkpoints.symlink_to(tmp_path / "not-mounted")
     assert has_checkpoint(run.path)
     with pytest.raises(RunError, match="continue it with --resume"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="restart")
+        RunFolder(run.path).create(CONFIG, TOKENIZER)
 
 
 def test_metrics_are_read_from_a_regular_file_only(run: RunFolder) -> None:
@@ -387,16 +383,15 @@ def test_metrics_are_read_from_a_regular_file_only(run: RunFolder) -> None:
         run.metrics.records()
 
 
-def test_force_replaces_an_incomplete_run(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_renamed(tmp_path: Path) -> None:
     path = tmp_path / "run"
     (path / "checkpoints").mkdir(parents=True)
     TOKENIZER.save(path / "tokenizer.json")
     (path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(RunError, match="--force"):
-        RunFolder(path).create(CONFIG, TOKENIZER)
-    RunFolder(path).create(CONFIG, TOKENIZER, existing="rename")
+    RunFolder(path).create(CONFIG, TOKENIZER)
+    assert (tmp_path / "run.old" / "metrics.jsonl").exists()
     (tmp_path / "empty").mkdir()
-    RunFolder(tmp_path / "empty").create(CONFIG, TOKENIZER, existing="rename")
+    RunFolder(tmp_path / "empty").create(CONFIG, TOKENIZER, replace=True)
 
 
 def test_what_a_killed_start_has_left_does_not_block(tmp_path: Path) -> None:
@@ -898,7 +893,7 @@ def test_locking_and_saving_leave_files_of_others(run: RunFolder, name: str) -> 
             save(run, step, best=step == 5)
     assert find_foreign_file(run.path) == name
     with pytest.raises(RunError, match="continue it with --resume"):
-        RunFolder(run.path).create(CONFIG, TOKENIZER, existing="restart")
+        RunFolder(run.path).create(CONFIG, TOKENIZER)
     assert path.read_text() == "precious"
 
 
@@ -910,9 +905,9 @@ def test_a_folder_that_is_no_run_is_not_replaced_whatever_its_file_is_called(
     tmp_path: Path, name: str
 ) -> None:
     (tmp_path / name).write_text("{}")
-    for existing in ("reject", "restart", "rename"):
+    for replace in (False, True):
         with pytest.raises(RunError, match=f"holds '{name}', which no run writes; name another"):
-            RunFolder(tmp_path).create(CONFIG, TOKENIZER, existing=existing)
+            RunFolder(tmp_path).create(CONFIG, TOKENIZER, replace=replace)
     assert (tmp_path / name).read_text() == "{}"
 
 

@@ -23,8 +23,7 @@ from chargpt.inference.generation import sample
 from chargpt.models import GPT
 from chargpt.models.gpt2 import GPT2
 from chargpt.models.ngram import NGRAM_ORDER
-from chargpt.store.folder import RunFolder
-from chargpt.store.layout import REPORT
+from chargpt.store.folder import REPORT, RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run

@@ -22,7 +22,7 @@ from chargpt.config import Config
 from chargpt.errors import ConfigError, Stopped
 from chargpt.files import require_output
 from chargpt.inference.evaluation import OnProgress
-from chargpt.store.layout import is_readable_run, is_run
+from chargpt.store.folder import is_readable_run, is_run
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import find_text
 from chargpt.training.budget import plan_run, with_measured_threads

@@ -16,7 +16,7 @@ from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
 from chargpt.files import is_open_descriptor, require_output, write_output
-from chargpt.store.layout import is_run
+from chargpt.store.folder import is_run
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.prepare import load_corpus
 

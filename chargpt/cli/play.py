@@ -10,7 +10,7 @@ from chargpt.cli import console, options
 from chargpt.cli.export import load, write
 from chargpt.export.html import export_html
 from chargpt.files import is_open_descriptor, require_output
-from chargpt.store.layout import PLAY
+from chargpt.store.folder import PLAY
 
 
 def play(

@@ -10,7 +10,7 @@ import typer
 
 from chargpt.cli import console, options, tables
 from chargpt.errors import ChargptError, RunError
-from chargpt.store.layout import is_run
+from chargpt.store.folder import is_run
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run

@@ -9,7 +9,7 @@ from chargpt.cli import console, tables
 from chargpt.cli.progress import show_progress
 from chargpt.errors import ChargptError, Stopped
 from chargpt.files import exists
-from chargpt.store.layout import MIXTURE_FILE
+from chargpt.store.folder import MIXTURE_FILE
 from chargpt.store.run import Run, load_run
 from chargpt.training.deadline import RESERVE
 from chargpt.training.finetune import forgetting

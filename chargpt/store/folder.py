@@ -1,13 +1,23 @@
-"""The run folder on disk: its creation, its lock and its checkpoints."""
+"""The run folder on disk: its files, its creation, its lock and its checkpoints.
+
+runs/<name>/config.yaml  tokenizer.json  text/  metrics.jsonl  checkpoints/
+            mixture.safetensors  report.html  play.html  tensorboard/  .lock
+            .new/                         a start that has not created its run yet
+
+These are the files of a run, by their exact names: nothing else in its folder is ever deleted.
+"""
 
 import errno
+import itertools
 import os
+import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from filelock import FileLock, Timeout
 from torch import Tensor
@@ -18,6 +28,8 @@ from chargpt.files import (
     UNSUPPORTED,
     entry_names,
     exists,
+    name_pattern,
+    open_regular,
     read_regular,
     sync_directory,
     write_atomically,
@@ -25,13 +37,16 @@ from chargpt.files import (
 from chargpt.log import logger
 from chargpt.ranks import is_main_rank
 from chargpt.store.checkpoint import (
+    CHECKPOINT_NAME,
     CONFIG,
+    FILES,
     KEEP,
     MAX_METADATA_BYTES,
     MODEL,
     OPTIMIZER,
     STATE,
     TOKENIZER,
+    UNFINISHED,
     Checkpoint,
     RunState,
     load_checkpoint,
@@ -41,30 +56,37 @@ from chargpt.store.checkpoint import (
     restore_checkpoints,
     write_checkpoint,
 )
-from chargpt.store.layout import (
-    CHECKPOINTS,
-    LOCK,
-    METRICS,
-    NEW,
-    TEXT,
-    delete_run_files,
-    find_foreign_file,
-    has_checkpoint,
-    has_results,
-    is_run,
-    unused_old_name,
-)
+from chargpt.store.commit import MANIFEST
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.tensors import serialize
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import prepare, read_prepared
+from chargpt.text.prepare import TEXT_FILES, prepare, read_prepared
 from chargpt.text.source import Source
-from chargpt.text.tokenizer import CharTokenizer
+from chargpt.text.tokenizer import FORMAT, CharTokenizer
 
-Existing = Literal["reject", "restart", "rename"]
-"""What to do about a run in a new run's folder: reject it; replace it if it has not saved a
-checkpoint yet, else reject it; rename it."""
+METRICS, CHECKPOINTS, TEXT = "metrics.jsonl", "checkpoints", "text"
+MIXTURE_FILE = "mixture.safetensors"  # store/mixture.py
+REPORT, PLAY, TENSORBOARD, LOCK = "report.html", "play.html", "tensorboard", ".lock"
+NEW = ".new"  # folder in which a run is made: `RunFolder.create` moves its content into the run
+RESULTS = (METRICS, REPORT, PLAY, MIXTURE_FILE)
+RUN_FILES = (*RESULTS, CONFIG, TOKENIZER)
+POINTERS = ("latest.json", "best.json")  # of runs by earlier versions
+RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
+    rf"""
+    {re.escape(NEW)} |
+    ({re.escape(NEW)}/)? (
+        {re.escape(LOCK)} |
+        {name_pattern(RUN_FILES)} |
+        {TEXT} (/{name_pattern(TEXT_FILES)})? |
+        {TENSORBOARD} (/events\.out\.tfevents\.[^/
+]+)? |
+        {CHECKPOINTS} (/{name_pattern(POINTERS)})? |
+        {CHECKPOINTS}/({CHECKPOINT_NAME.pattern} | {UNFINISHED.pattern})
+            (/{name_pattern((*FILES, KEEP))})?
+    )""",
+    re.VERBOSE,
+)
 
 
 class RunFolder:
@@ -78,10 +100,8 @@ class RunFolder:
         self.is_created = False  # by this object
         self._lock = FileLock(path / LOCK)
 
-    def require_unused(self, existing: Existing = "reject") -> None:
-        """Check that a new run here would overwrite nothing.
-
-        What an interrupted start has left counts as nothing.
+    def require_unused(self, *, replace: bool = False) -> None:
+        """Check that a new run may be created here: no run with a checkpoint, unless `replace`.
 
         Raises:
             RunError: the path is in use.
@@ -98,8 +118,7 @@ class RunFolder:
                 f"{path} exists and holds {foreign!r}, which no run writes; name another folder "
                 "with --out"
             )
-        is_used = has_checkpoint(path) if existing == "restart" else has_results(path)
-        if existing != "rename" and (is_used or foreign is not None):
+        if not replace and (has_checkpoint(path) or foreign is not None):
             raise RunError(
                 f"{path} exists; continue it with --resume, replace it with --force, "
                 "or name another folder with --out"
@@ -173,32 +192,34 @@ class RunFolder:
         tokenizer: CharTokenizer,
         text: Path | None = None,
         *,
-        existing: Existing = "reject",
+        replace: bool = False,
     ) -> Self:
         """Create a new run and return self.
 
         The run is made in the subfolder `.new` and then moved to its place, so that at any time
-        there is a whole run, the old or the new one, or none.
+        there is a whole run, the old or the new one, or none. An old run with results is renamed.
 
         Args:
             config: resolved.
             tokenizer: of the training text.
             text: folder of the prepared text, whose files are linked or copied unless it is
                 `new_text`; None: the run has no text.
-            existing: what to do about a run that is there.
+            replace: whether the old run may have checkpoints.
 
         Raises:
             RunError: the path is in use, or cannot be written.
         """
         new = self.path / NEW
         try:
-            self.require_unused(existing)  # another process may have created one since the start
+            self.require_unused(
+                replace=replace
+            )  # another process may have created one since the start
             (new / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             if text is not None and text != self.new_text:
                 link_files(text, self.new_text)
             tokenizer.save(new / TOKENIZER)
             write_atomically(new / CONFIG, config.to_yaml().encode())
-            if existing == "rename" and has_results(self.path):
+            if has_results(self.path):
                 self._rename_old_run()
             else:
                 delete_run_files(self.path, keep=(LOCK, NEW))
@@ -387,3 +408,88 @@ def link_files(source: Path, target: Path) -> None:
         except OSError:
             shutil.copyfile(source / name, target / name)
     sync_directory(target)
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is a run, or raise OSError if it cannot be read."""
+    names = entry_names(path)
+    if MANIFEST in names:  # a checkpoint
+        return False
+    return (CONFIG in names and TOKENIZER in names) or has_checkpoint(path)
+
+
+def is_readable_run(path: Path) -> bool:
+    """Return whether a folder is a run, as far as this user can read it."""
+    try:
+        return path.name != NEW and is_run(path)
+    except OSError:
+        return False
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Return whether a run has saved a checkpoint, intact or damaged."""
+    checkpoints = path / CHECKPOINTS
+    if exists(checkpoints) and stat.S_ISLNK(checkpoints.lstat().st_mode):
+        return True  # its target may be on a disk that is not mounted now
+    return any(CHECKPOINT_NAME.fullmatch(name) for name in entry_names(checkpoints))
+
+
+def has_results(path: Path) -> bool:
+    """Return whether a run has written more than the files that it starts with."""
+    names = entry_names(path)
+    return any(name in names for name in RESULTS) or has_checkpoint(path)
+
+
+def find_foreign_file(path: Path) -> str | None:
+    """Return the path within a run's folder of a file that no run writes, or None."""
+    for entry in _entries(path):
+        if not RUN_PATHS.fullmatch(entry):
+            return entry
+    checkpoints = path / CHECKPOINTS
+    if exists(checkpoints) and not stat.S_ISDIR(checkpoints.lstat().st_mode):
+        return CHECKPOINTS  # a file or a link
+    names = entry_names(path)
+    if TOKENIZER in names and _is_tokenizer(path / TOKENIZER):
+        return None
+    # a run gets its tokenizer first: without it, these files are somebody's own
+    return next((name for name in (*RUN_FILES, TEXT) if name in names), None)
+
+
+def _is_tokenizer(path: Path) -> bool:
+    try:
+        with open_regular(path, MAX_METADATA_BYTES) as file:
+            return FORMAT.encode() in file.read(100)
+    except ValueError:
+        return False
+
+
+def delete_run_files(path: Path, keep: tuple[str, ...] = (LOCK,)) -> None:
+    """Delete the files that runs write in a folder, and the folders that are then empty.
+
+    What cannot be deleted remains, and so do the files and folders with the names in `keep`.
+    """
+    for name in _entries(path):
+        entry = path / name
+        if name.partition("/")[0] not in keep and RUN_PATHS.fullmatch(name):
+            with suppress(OSError):
+                entry.rmdir() if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    """Yield the relative path of everything in a folder, the innermost first."""
+
+    def reject(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    for root, folders, files in os.walk(folder, topdown=False, onerror=reject):
+        inside = Path(root).relative_to(folder).parts
+        for name in (*folders, *files):
+            yield "/".join((*inside, name))
+
+
+def unused_old_name(path: Path) -> Path:
+    """Return NAME.old, or NAME.old-N with the first free number from 2 on."""
+    numbered = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(2))
+    candidates = itertools.chain([path.with_name(f"{path.name}.old")], numbered)
+    return next(each for each in candidates if not exists(each))

@@ -18,7 +18,7 @@ from chargpt.store.checkpoint import (
     newest_metadata,
     parse_config,
 )
-from chargpt.store.layout import CHECKPOINTS, LOCK, has_checkpoint, is_readable_run
+from chargpt.store.folder import CHECKPOINTS, LOCK, has_checkpoint, is_readable_run
 from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import CharTokenizer
 

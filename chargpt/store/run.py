@@ -14,8 +14,7 @@ from chargpt.errors import RunError, TextError, UnreadableError, most_similar
 from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.checkpoint import RunState, last_saved, list_checkpoints
-from chargpt.store.folder import RunFolder
-from chargpt.store.layout import CHECKPOINTS, is_readable_run, is_run
+from chargpt.store.folder import CHECKPOINTS, RunFolder, is_readable_run, is_run
 from chargpt.store.tensors import load_weights, serialize
 from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import CharTokenizer

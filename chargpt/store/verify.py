@@ -15,8 +15,7 @@ from chargpt.store.checkpoint import (
     read_checkpoint,
     unfinished_checkpoints,
 )
-from chargpt.store.folder import RunFolder
-from chargpt.store.layout import MIXTURE_FILE
+from chargpt.store.folder import MIXTURE_FILE, RunFolder
 from chargpt.store.mixture import OtherCheckpointError, read_mixture
 from chargpt.store.run import load_run
 from chargpt.store.tensors import load_weights, require_finite

@@ -24,8 +24,7 @@ from chargpt.errors import OperationError, RunError, Stopped, TextError
 from chargpt.files import exists
 from chargpt.inference.baselines import Baselines
 from chargpt.ranks import world_size
-from chargpt.store.folder import Existing, RunFolder
-from chargpt.store.layout import has_checkpoint
+from chargpt.store.folder import RunFolder, has_checkpoint
 from chargpt.store.run import Run, load_run
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
@@ -37,12 +36,6 @@ from chargpt.training.deadline import Pace
 from chargpt.training.interrupts import deferred_signals
 from chargpt.training.request import Request, StartMode
 from chargpt.training.trainer import StepReport, Trainer
-
-EXISTING: dict[StartMode, Existing] = {
-    StartMode.NEW: "reject",
-    StartMode.NEW_OR_RESUME: "restart",
-    StartMode.REPLACE: "rename",
-}
 
 
 @dataclass
@@ -127,12 +120,12 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
     """Prepare the text, plan the run for a budget, create it, by default under runs/."""
     config, _ = request.resolved
     deadline, fixed_keys = request.deadline()
-    existing = EXISTING[request.start]
+    replace = request.start is StartMode.REPLACE
     if config.text.path == STDIN and request.text is None and world_size() > 1:
         raise TextError("several processes cannot share standard input; name a file")
     group = init_process_group(choose_device(config.device)[0])
     if request.out is not None and group.is_main:
-        RunFolder(request.out).require_unused(existing)
+        RunFolder(request.out).require_unused(replace=replace)
     base_run = None
     if config.train.from_run is not None:
         from chargpt.training import finetune  # most runs do not need it
@@ -159,7 +152,7 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
             pace=pace,
             base_run=base_run,
             group=group,
-            existing=existing,
+            replace=replace,
         )
 
 
@@ -172,7 +165,7 @@ def start_run(
     pace: Pace | None = None,
     base_run: Run | None = None,
     group: RankGroup = RankGroup(),
-    existing: Existing = "reject",
+    replace: bool = False,
 ) -> Session:
     """Return the session of a new run in a locked folder, which is created here.
 
@@ -184,7 +177,7 @@ def start_run(
         pace: of a run with a budget.
         base_run: whose weights are the start.
         group: the ranks that train together.
-        existing: what to do about a run in the folder.
+        replace: whether a run in the folder may have checkpoints; it is renamed.
 
     Raises:
         ChargptError: a setting does not fit the text or the machine; the folder is unusable.
@@ -198,7 +191,7 @@ def start_run(
     if group.is_main:
         # the last ones, the best one and an unfinished one
         folder.require_room(trainer.config.train.keep_last + 2, trainer.checkpoint_bytes())
-        folder.create(trainer.config, corpus.tokenizer, corpus.folder, existing=existing)
+        folder.create(trainer.config, corpus.tokenizer, corpus.folder, replace=replace)
     return Session(trainer, folder, baselines, cost, pace, base_run)
 
 
