@@ -78,12 +78,7 @@ def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
         OperationError: half precision changes the model too much.
     """
     weights = half_weights(exportable_model(run, "an HTML page"))
-    check = compare(
-        run,
-        RoundedModel(run, weights),
-        max_divergence=MAX_DIVERGENCE,
-        remedy="train with a lower optim.lr",
-    )
+    check = compare(run, RoundedModel(run, weights), MAX_DIVERGENCE)
     write_output(path, make_page(run, weights).encode(errors="replace"), force=force)
     return check
 
