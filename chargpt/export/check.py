@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError, ConfigError, OperationError
 from chargpt.inference.generation import sample
 from chargpt.log import logger
@@ -72,21 +73,16 @@ def require_package(name: str, target: str) -> Any:
 def exportable_model(run: Run, target: str) -> GPT:
     """Return the GPT of a run, if the architecture of Qwen3 can hold it, else ConfigError.
 
+    It can if settings without a counterpart in Qwen3 are at their defaults.
     The message names the format, `target`, and the setting that it cannot hold.
     """
-    model, config = run.model, run.config.model
-    required = {
-        "kind": "gpt",
-        "attention": "full",
-        "scale_attn_weights": True,
-        "qk_norm": True,
-        "mlp": "swiglu",
-    }
-    for key, value in required.items():
-        if getattr(config, key) != value:
+    model, config, default = run.model, run.config.model, ModelConfig()
+    for key in ("kind", "attention", "scale_attn_weights", "qk_norm", "mlp"):
+        value, required = getattr(config, key), getattr(default, key)
+        if value != required:
             raise ConfigError(
-                f"{target} cannot hold a model with model.{key}={getattr(config, key)}; export a "
-                f"run that was trained with model.{key}={value}"
+                f"{target} cannot hold a model with model.{key}={value}; export a run that was "
+                f"trained with model.{key}={required}"
             )
     assert isinstance(model, GPT), "a mixture is not exported"
     return model

@@ -81,15 +81,24 @@ def export_gguf(run: Run, path: Path, precision: Precision = "f32") -> ExportChe
 
 def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     """Write a model as a GGUF file."""
-    gguf = require_package("gguf", "GGUF")
+    gguf, config = require_package("gguf", "GGUF"), model.config
     writer = gguf.GGUFWriter(path, "qwen3")
     writer.add_name(display_text(run.folder.absolute().name, keep_spaces=True))
     writer.add_description(f"character-level GPT by chargpt {__version__}")
-    _add_architecture(writer, model)
+    writer.add_context_length(config.block_size)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.mlp_width)
+    writer.add_head_count(config.n_head)
+    writer.add_head_count_kv(config.n_head)
+    writer.add_key_length(config.head_size)
+    writer.add_value_length(config.head_size)
+    writer.add_layer_norm_rms_eps(NORM_EPS)
+    writer.add_rope_freq_base(config.rope_theta)
     scope = "ALL" if precision == "f32" else "MOSTLY"
     writer.add_file_type(gguf.LlamaFileType[f"{scope}_{precision.upper()}"])
     _add_tokenizer(writer, run.tokenizer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, model.config.n_layer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.n_layer)
     for name, tensor in qwen3_weights(model).items():
         weight = tensor.float().numpy()
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -101,20 +110,6 @@ def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _add_architecture(writer: Any, model: GPT) -> None:
-    config = model.config
-    writer.add_context_length(config.block_size)
-    writer.add_embedding_length(config.n_embd)
-    writer.add_block_count(config.n_layer)
-    writer.add_feed_forward_length(config.mlp_width)
-    writer.add_head_count(config.n_head)
-    writer.add_head_count_kv(config.n_head)
-    writer.add_key_length(config.head_size)
-    writer.add_value_length(config.head_size)
-    writer.add_layer_norm_rms_eps(NORM_EPS)
-    writer.add_rope_freq_base(config.rope_theta)
 
 
 def _add_tokenizer(writer: Any, tokenizer: CharTokenizer) -> None:

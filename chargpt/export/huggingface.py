@@ -141,33 +141,27 @@ def generation_config(run: Run) -> dict[str, Any]:
 
 
 def tokenizer_json(tokenizer: CharTokenizer) -> dict[str, Any]:
-    """Return the content of `tokenizer.json`: every character a token, nothing merged.
-
-    The decoder joins tokens; without it they are joined with spaces.
-    """
-    tree: dict[str, Any] = {  # transformers reads each of these keys
+    """Return the content of `tokenizer.json`: every character a token, nothing merged."""
+    texts = [tokenizer.token_text(id_) for id_ in range(tokenizer.vocab_size)]
+    split = None
+    model: dict[str, Any] = {"type": "BPE", "merges": [], "byte_fallback": tokenizer.has_bytes}
+    if tokenizer.has_unknown:  # a BPE model would join neighbouring unknown characters
+        texts[-1] = "<unk>" if REPLACEMENT in tokenizer.characters else REPLACEMENT
+        pattern = {"Regex": r"[\s\S]"}
+        split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+        model = {"type": "WordLevel", "unk_token": texts[-1]}
+    return {  # transformers reads each of these keys
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": None,
+        "pre_tokenizer": split,
         "post_processor": None,
-        "decoder": {"type": "Fuse"},
+        # without Fuse, tokens are joined with spaces
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {**model, "vocab": {text: id_ for id_, text in enumerate(texts)}},
     }
-    texts = [tokenizer.token_text(id_) for id_ in range(tokenizer.vocab_size)]
-    if tokenizer.has_unknown:  # a BPE model would join neighbouring unknown characters
-        texts[-1] = "<unk>" if REPLACEMENT in tokenizer.characters else REPLACEMENT
-        split = {"pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-        tree["pre_tokenizer"] = {"type": "Split", **split}
-        tree["model"] = {"type": "WordLevel", "unk_token": texts[-1]}
-    else:
-        tree["model"] = {"type": "BPE", "merges": [], "byte_fallback": tokenizer.has_bytes}
-    if tokenizer.has_bytes:
-        decoders = [{"type": "ByteFallback"}, tree["decoder"]]
-        tree["decoder"] = {"type": "Sequence", "decoders": decoders}
-    tree["model"]["vocab"] = {text: id_ for id_, text in enumerate(texts)}
-    return tree
 
 
 def model_card(run: Run) -> str:
