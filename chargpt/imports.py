@@ -30,7 +30,7 @@ from chargpt.models import build_model, count_parameters
 from chargpt.store.checkpoint import RunState, max_weight_bytes
 from chargpt.store.folder import RunFolder
 from chargpt.store.tensors import require_weights
-from chargpt.text.prepare import find_text, prepare
+from chargpt.text.prepare import find_text
 from chargpt.text.tokenizer import CharTokenizer
 
 MAX_FILE_BYTES = 64_000_000  # of settings and vocabulary
@@ -108,7 +108,7 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
         if text is not None:
             # whatever is rare, nanoGPT keeps it
             config = config.with_values({"text.path": str(text.absolute()), "text.rare": "keep"})
-            corpus = prepare(find_text(config.text), config.text, folder.new_text)
+            corpus = folder.prepare_text(find_text(config.text), config.text)
             if corpus.tokenizer != tokenizer:
                 different = set(corpus.tokenizer.characters) ^ set(tokenizer.characters)
                 raise TextError(

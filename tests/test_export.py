@@ -223,8 +223,7 @@ def readers(exported: Any) -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {}
     for name in TOKENIZERS:
         found["hf", name] = TransformersRuntime(exported("hf", name)[1])
-        run, path, _ = exported("gguf", name)
-        found["gguf", name] = LlamaRuntime(path, run.model.vocab_size, run.model.block_size)
+        found["gguf", name] = LlamaRuntime(exported("gguf", name)[1])
     return found
 
 

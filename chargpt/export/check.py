@@ -5,10 +5,9 @@ Shapes in this file: T = tokens, V = vocabulary size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,17 +58,6 @@ class ExportCheck:
         )
 
 
-def require_package(name: str, target: str) -> Any:
-    """Return the package with which a format is written; ConfigError if it is not installed."""
-    try:
-        return import_module(name)
-    except ImportError:
-        raise ConfigError(
-            f"{target} needs a package that is not installed; run pip install '.[export]' in "
-            "chargpt's folder"
-        ) from None
-
-
 def exportable_model(run: Run, target: str) -> GPT:
     """Return the GPT of a run, if the architecture of Qwen3 can hold it, else ConfigError.
 
@@ -112,7 +100,7 @@ def write_checked(
         The check, or None if the package is not installed, which is logged.
 
     Raises:
-        ConfigError: the format cannot hold the model.
+        ConfigError: the format cannot hold the model, or the package to write it is missing.
         OperationError: the program cannot use the export, or it differs from the run.
         OSError: it cannot be written.
     """
@@ -120,7 +108,13 @@ def write_checked(
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         temporary, check = Path(folder) / path.name, None
-        write(temporary, run, model)
+        try:
+            write(temporary, run, model)
+        except ImportError:
+            raise ConfigError(
+                f"{target} needs a package that is not installed; run pip install '.[export]' in "
+                "chargpt's folder"
+            ) from None
         try:
             check = compare(run, open_export(temporary), max_divergence)
         except ImportError:

@@ -6,6 +6,7 @@ is merged, and byte tokens, if the run has them, spell characters outside the vo
 
 from functools import partial
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,12 +15,7 @@ import numpy as np
 from chargpt import __version__
 from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError
-from chargpt.export.check import (
-    ExportCheck,
-    Logits,
-    require_package,
-    write_checked,
-)
+from chargpt.export.check import ExportCheck, Logits, write_checked
 from chargpt.export.huggingface import qwen3_weights
 from chargpt.files import write_atomically
 from chargpt.models import GPT
@@ -48,7 +44,7 @@ def export_gguf(run: Run, path: Path, precision: Precision = "f32") -> ExportChe
         OperationError: the export differs from the run.
         OSError: it cannot be written.
     """
-    tokenizer, config, model = run.tokenizer, run.config.model, run.model
+    tokenizer, config = run.tokenizer, run.config.model
     if tokenizer.has_unknown:
         raise ConfigError(
             "GGUF has no unknown token for characters; export a run that was trained with "
@@ -71,17 +67,18 @@ def export_gguf(run: Run, path: Path, precision: Precision = "f32") -> ExportChe
         "GGUF",
         partial(write_gguf, precision=precision),
         "xllamacpp",
-        partial(LlamaRuntime, vocab_size=model.vocab_size, block_size=model.block_size),
+        LlamaRuntime,
         None if precision == "f32" else MAX_DIVERGENCE,
     )
-    content = modelfile_text(path.name, model.block_size, run.config.sample.temperature)
+    content = modelfile_text(path.name, config.block_size, run.config.sample.temperature)
     write_atomically(modelfile_path(path), content.encode())
     return check
 
 
 def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     """Write a model as a GGUF file."""
-    gguf, config = require_package("gguf", "GGUF"), model.config
+    gguf: Any = import_module("gguf")
+    config = model.config
     writer = gguf.GGUFWriter(path, "qwen3")
     writer.add_name(display_text(run.folder.absolute().name, keep_spaces=True))
     writer.add_description(f"character-level GPT by chargpt {__version__}")
@@ -156,28 +153,17 @@ class LlamaRuntime:
 
     Args:
         path: of the file.
-        vocab_size: V, without END.
-        block_size: maximum context length.
         threads: of the CPU.
         is_exact: compute attention in float32; by default llama.cpp does in float16, which is
             faster and differs in the third digit.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        vocab_size: int,
-        block_size: int,
-        threads: int = 1,
-        *,
-        is_exact: bool = True,
-    ) -> None:
+    def __init__(self, path: Path, threads: int = 1, *, is_exact: bool = True) -> None:
         xllamacpp: Any = import_module("xllamacpp")
         self.name = f"llama.cpp (xllamacpp {xllamacpp.__version__})"
-        self.vocab_size = vocab_size
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
-        params.n_ctx = block_size
+        params.n_ctx = 0  # as the file says
         params.n_parallel = 1
         params.ctx_shift = True  # evict the older half of a full cache, as `sample` does
         if is_exact:
@@ -193,7 +179,8 @@ class LlamaRuntime:
         """Return the server's answer to a request; OSError if it refuses or does not answer."""
         url = f"{self.server.listening_address}/{path}"
         reply = self.session.post(url, json=request, timeout=SECONDS)
-        reply.raise_for_status()
+        if not reply.ok:
+            raise OSError(reply.text)
         answer: dict[str, Any] = reply.json()
         return answer
 
@@ -203,15 +190,9 @@ class LlamaRuntime:
 
     def logits(self, tokens: list[int]) -> Logits:
         """Return the log-probabilities after the last token, (1, V)."""
-        answer = self.post(
-            "completion",
-            prompt=tokens,
-            n_predict=1,
-            n_probs=self.vocab_size + 1,
-            # no probabilities are given if a byte token is sampled: sample id 0, a character
-            logit_bias=[[0, 1000]],
-        )
-        log_probs = np.full(self.vocab_size + 1, -np.inf)
-        for each in answer["completion_probabilities"][0]["top_logprobs"]:
-            log_probs[each["id"]] = each["logprob"]
-        return log_probs[None, : self.vocab_size]
+        # no probabilities are given if a byte token is sampled: sample id 0, a character
+        request = {"n_predict": 1, "n_probs": 1 << 30, "logit_bias": [[0, 1000]]}
+        answer = self.post("completion", prompt=tokens, **request)
+        found = answer["completion_probabilities"][0]["top_logprobs"]  # of all tokens, END the last
+        by_id = sorted(found, key=itemgetter("id"))
+        return np.array([[each["logprob"] for each in by_id[:-1]]])

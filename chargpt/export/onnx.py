@@ -22,13 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from chargpt.errors import ConfigError
-from chargpt.export.check import (
-    ExportCheck,
-    Logits,
-    encode,
-    require_package,
-    write_checked,
-)
+from chargpt.export.check import ExportCheck, Logits, encode, write_checked
 from chargpt.models import GPT
 from chargpt.models.base import KVCache
 from chargpt.models.gpt import AttentionInputs
@@ -98,7 +92,7 @@ class CachedGPT(nn.Module):
 
 def write_onnx(path: Path, run: Run, model: GPT) -> None:
     """Write a model as an ONNX file, with tokenizer and block size as metadata."""
-    require_package("onnxscript", "ONNX")
+    import_module("onnxscript")  # which the exporter needs
     config = model.config
     # any sizes but 0 and 1, which the exporter takes for constants; no tensor may be given twice
     past = model.cos.new_zeros(config.n_layer, 2, config.n_head, 3, config.head_size)

@@ -116,8 +116,7 @@ def require_intact(saved: Checkpoint) -> None:
     shapes = {name: tensor.shape for name, tensor in saved.model.items()}
     for name, tensor in saved.optimizer.items():
         parameter = re.sub(r"^(raw|adamw\.exp_avg|adamw\.exp_avg_sq|muon\.momentum)\.", "", name)
-        expected = shapes.get(parameter)
-        if expected is not None and tensor.shape != expected:
+        if tensor.shape != shapes.get(parameter, tensor.shape):
             raise RunError(
                 f"{name} in {saved.folder} has another shape than its parameter; "
                 "use another checkpoint"
