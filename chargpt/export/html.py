@@ -79,7 +79,6 @@ def half_weights(model: GPT) -> dict[str, Tensor]:
 
 def make_page(run: Run, weights: dict[str, Tensor]) -> str:
     """Return the page as text."""
-    options = run.config.sample
     content = b"".join(weight.numpy().tobytes() for weight in weights.values())
     name = display_text(run.folder.resolve().name, keep_spaces=True)
     return render(
@@ -89,12 +88,7 @@ def make_page(run: Run, weights: dict[str, Tensor]) -> str:
         policy="; worker-src blob:",
         title=f"Play: {name}",
         version=__version__,
-        parameters=run.model.num_parameters(),
-        vocabulary=run.tokenizer.describe(),
-        prompt=options.prompt,
-        length=options.length,
-        temperature=options.temperature,
-        top_k=options.top_k or "",
+        run=run,
         page_data=page_data(run, weights),
         worker=Markup((PAGES / "worker.js").read_text("utf-8")),
         weights=base64.b64encode(content).decode(),
