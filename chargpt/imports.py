@@ -155,14 +155,11 @@ def our_weights(
         model = build_model(config.model, vocab_size)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     ours = {their_name(name, names): name for name in shapes}
-    biases = {
-        name: torch.zeros(1).expand(shape)
-        for name, shape in shapes.items()
-        if name.endswith(".bias")
-    }
+    biases = {name: torch.zeros(shape) for name, shape in shapes.items() if name.endswith(".bias")}
     weights = biases | {ours.get(name, name): tensor for name, tensor in theirs.items()}
     require_weights(model, weights, origin)
-    return {name: tensor.float() for name, tensor in weights.items()}
+    # a sparse tensor has no contiguous form
+    return {name: tensor.float().contiguous() for name, tensor in weights.items()}
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -186,7 +183,8 @@ def read_meta(path: Path) -> tuple[CharTokenizer, Tensor]:
     if set(map(len, ids)) != {1} or sorted(itos) != list(range(len(characters))):
         raise ValueError("its `itos` does not number different characters from 0 on")
     characters.encode()  # no surrogates
-    return CharTokenizer(characters), torch.tensor([ids[character] for character in characters])
+    order = torch.tensor([ids[character] for character in characters], dtype=torch.int64)
+    return CharTokenizer(characters), order
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -235,6 +235,7 @@ def changed_checkpoints(saved: dict[str, Any]) -> list[object]:
         torch.zeros(3, 3),
         torch.zeros(1).expand(65536, 65536),
         torch.zeros(1).half().expand(65536, 65536),
+        torch.zeros(12, 16).to_sparse(),
         torch.empty(12, 16, device="meta"),
     ]
     models += [{**weights, "transformer.wpe.weight": tensor} for tensor in positions]
