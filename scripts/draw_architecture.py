@@ -32,7 +32,7 @@ MAX_CHARACTERS = 125  # of a line of file names
 def imports_of(package: str) -> set[str]:
     """Return the other packages that a package's files import."""
     names: set[str] = set()
-    for path in (PACKAGE / package).rglob("*.py"):
+    for path in [*PACKAGE.glob(f"{package}.py"), *(PACKAGE / package).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
@@ -61,6 +61,8 @@ def label(package: str) -> list[str]:
     """Return the lines of a package's box: its name and purpose, then its files."""
     folder = PACKAGE / package
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
+    if not names:  # a module
+        return [f"{package}.py   {PACKAGES[package]}"]
     lines = [f"{package}/   {PACKAGES[package]}", ""]
     for name in names:
         if not name.endswith("__init__.py"):

@@ -78,7 +78,7 @@ def test_help_imports_no_torch() -> None:
 
 def test_no_pickle_anywhere() -> None:
     """But for nanoGPT's files, by unpicklers that can run nothing (test_import.py)."""
-    importer = PACKAGE / "imports" / "nanogpt.py"
+    importer = PACKAGE / "imports.py"
     source = importer.read_text(encoding="utf-8")
     assert "pickle.load" not in source
     assert source.count("torch.load(") == source.count("weights_only=True")

@@ -20,7 +20,8 @@ import chargpt.device
 from chargpt import load_run, sample
 from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError, DeviceError, RunError
-from chargpt.imports.nanogpt import NAMES, OTHER_NAMES, import_nanogpt
+from chargpt.export.huggingface import their_name
+from chargpt.imports import NANOGPT_NAMES, import_nanogpt
 from chargpt.models import build_model, count_parameters
 from chargpt.models.gpt2 import GPT2
 
@@ -39,19 +40,11 @@ def noisy_gpt2(vocab_size: int = len(CHARACTERS), **sizes: object) -> GPT2:
 
 def checkpoint_of(model: GPT2, *, prefix: str = "", bias: bool = True) -> dict[str, Any]:
     """Return a model as nanoGPT's training saves it."""
-    theirs = {ours: name for name, ours in NAMES.items()}
-    others = {ours: name for name, ours in OTHER_NAMES.items()}
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        part, _, kind = name.rpartition(".")
-        if kind == "bias" and not bias:
-            continue
-        if part in others:
-            renamed = f"transformer.{others[part]}.{kind}"
-        else:
-            _, layer, rest = part.split(".", 2)
-            renamed = f"transformer.h.{layer}.{theirs[rest]}.{kind}"
-        weights[prefix + renamed] = tensor.clone()
+    weights = {
+        prefix + their_name(name, NANOGPT_NAMES): tensor.clone()
+        for name, tensor in model.state_dict().items()
+        if bias or not name.endswith(".bias")
+    }
     weights[f"{prefix}lm_head.weight"] = model.embedding.weight.detach().clone()
     weights[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 12, 12)  # the causal mask
     return {
@@ -242,7 +235,7 @@ def changed_checkpoints(saved: dict[str, Any]) -> list[object]:
         torch.zeros(3, 3),
         torch.zeros(1).expand(65536, 65536),
         torch.zeros(1).half().expand(65536, 65536),
-        torch.zeros(1).expand(12, 16),
+        torch.zeros(12, 16).to_sparse(),
         torch.empty(12, 16, device="meta"),
     ]
     models += [{**weights, "transformer.wpe.weight": tensor} for tensor in positions]

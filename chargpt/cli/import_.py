@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options
-from chargpt.imports.huggingface import import_huggingface
-from chargpt.imports.nanogpt import import_nanogpt
+from chargpt.imports import import_huggingface, import_nanogpt
 
 app = options.command_group("Import a model as a run.")
 Out = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run to make.")]

@@ -5,16 +5,16 @@ Shapes in this file: T = tokens, V = vocabulary size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from chargpt.errors import ConfigError, OperationError
+from chargpt.config import ModelConfig
+from chargpt.errors import ChargptError, ConfigError, OperationError
 from chargpt.inference.generation import sample
 from chargpt.log import logger
 from chargpt.models import GPT, LanguageModel
@@ -43,18 +43,11 @@ class Runtime(Protocol):
 
 @dataclass(frozen=True)
 class ExportCheck:
-    """Result of a check.
+    """Result of a check."""
 
-    Attributes:
-        runtime: name of the program that opened the export.
-        difference: the largest difference of a log-probability.
-        divergence: mean Kullback-Leibler divergence of the export's predictions from the run's
-            after the prompts, in nats.
-    """
-
-    runtime: str
-    difference: float
-    divergence: float
+    runtime: str  # name of the program that opened the export
+    difference: float  # the largest one of a log-probability
+    divergence: float  # mean Kullback-Leibler divergence from the run's predictions, in nats
 
     def describe(self) -> str:
         """Return the result in a sentence."""
@@ -65,35 +58,19 @@ class ExportCheck:
         )
 
 
-def require_package(name: str, target: str) -> Any:
-    """Return the package with which a format is written; ConfigError if it is not installed."""
-    try:
-        return import_module(name)
-    except ImportError:
-        raise ConfigError(
-            f"{target} needs a package that is not installed; run pip install '.[export]' in "
-            "chargpt's folder"
-        ) from None
-
-
 def exportable_model(run: Run, target: str) -> GPT:
     """Return the GPT of a run, if the architecture of Qwen3 can hold it, else ConfigError.
 
+    It can if settings without a counterpart in Qwen3 are at their defaults.
     The message names the format, `target`, and the setting that it cannot hold.
     """
-    model, config = run.model, run.config.model
-    required = {
-        "kind": "gpt",
-        "attention": "full",
-        "scale_attn_weights": True,
-        "qk_norm": True,
-        "mlp": "swiglu",
-    }
-    for key, value in required.items():
-        if getattr(config, key) != value:
+    model, config, default = run.model, run.config.model, ModelConfig()
+    for key in ("kind", "attention", "scale_attn_weights", "qk_norm", "mlp"):
+        value, required = getattr(config, key), getattr(default, key)
+        if value != required:
             raise ConfigError(
-                f"{target} cannot hold a model with model.{key}={getattr(config, key)}; export a "
-                f"run that was trained with model.{key}={value}"
+                f"{target} cannot hold a model with model.{key}={value}; export a run that was "
+                f"trained with model.{key}={required}"
             )
     assert isinstance(model, GPT), "a mixture is not exported"
     return model
@@ -102,52 +79,58 @@ def exportable_model(run: Run, target: str) -> GPT:
 def write_checked(
     run: Run,
     path: Path,
-    write: Callable[[Path], None],
+    target: str,
+    write: Callable[[Path, Run, GPT], None],
     package: str,
     open_export: Callable[[Path], Runtime],
-    *,
     max_divergence: float | None = None,
-    remedy: str = "",
 ) -> ExportCheck | None:
     """Write an export, which replaces what is at `path` if it does not differ from its run.
 
     Args:
         run: whose model is exported.
         path: of the export.
+        target: name of the format.
         write: writes the export at a path.
         package: that contains the program with which the export is checked.
         open_export: imports the package, and opens the export at a path with it.
-        max_divergence, remedy: as in `compare`.
+        max_divergence: as in `compare`.
 
     Returns:
         The check, or None if the package is not installed, which is logged.
 
     Raises:
-        OperationError: the program cannot open the export, or it differs from the run.
+        ConfigError: the format cannot hold the model, or the package to write it is missing.
+        OperationError: the program cannot use the export, or it differs from the run.
         OSError: it cannot be written.
     """
+    model = exportable_model(run, target)
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         temporary, check = Path(folder) / path.name, None
-        write(temporary)
         try:
-            runtime = open_export(temporary)
+            write(temporary, run, model)
+        except ImportError:
+            raise ConfigError(
+                f"{target} needs a package that is not installed; run pip install '.[export]' in "
+                "chargpt's folder"
+            ) from None
+        try:
+            check = compare(run, open_export(temporary), max_divergence)
         except ImportError:
             logger.info(
                 "not checked: pip install -U %s to compare the next export with its run", package
             )
-        except Exception as error:  # of whatever kind: it is the answer to whether it opens
+        except ChargptError:
+            raise
+        except Exception as error:  # of whatever kind: it is the answer to whether it can
             cause = " ".join(str(error).split())
-            raise OperationError(f"{package} cannot open the export ({cause:.200})") from None
-        else:
-            check = compare(run, runtime, max_divergence=max_divergence, remedy=remedy)
+            raise OperationError(f"{package} cannot use the export ({cause:.200})") from None
         temporary.replace(path)
     return check
 
 
-def compare(
-    run: Run, runtime: Runtime, *, max_divergence: float | None = None, remedy: str = ""
-) -> ExportCheck:
+def compare(run: Run, runtime: Runtime, max_divergence: float | None = None) -> ExportCheck:
     """Compare tokens and log-probabilities of an export with those of its run.
 
     Args:
@@ -155,7 +138,6 @@ def compare(
         runtime: of the export.
         max_divergence: in nats, of an export whose weights are rounded, so that single
             log-probabilities may differ. None for float32.
-        remedy: what the OperationError advises if the divergence is larger.
 
     Raises:
         OperationError: they differ.
@@ -177,7 +159,8 @@ def compare(
     if max_divergence is not None and check.divergence > max_divergence:
         raise OperationError(
             f"rounding the weights changes the model by {check.divergence:.2g} nats (mean "
-            f"Kullback-Leibler divergence), and {max_divergence:g} is the limit; {remedy}"
+            f"Kullback-Leibler divergence), and {max_divergence:g} is the limit; use "
+            "`chargpt export gguf --precision f32`, or train with a lower optim.lr"
         )
     return check
 

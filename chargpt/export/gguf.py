@@ -6,6 +6,7 @@ is merged, and byte tokens, if the run has them, spell characters outside the vo
 
 from functools import partial
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,15 +14,9 @@ import numpy as np
 
 from chargpt import __version__
 from chargpt.config import NORM_EPS
-from chargpt.errors import ConfigError, OperationError
-from chargpt.export.check import (
-    ExportCheck,
-    Logits,
-    exportable_model,
-    require_package,
-    write_checked,
-)
-from chargpt.export.huggingface import qwen3_name
+from chargpt.errors import ConfigError
+from chargpt.export.check import ExportCheck, Logits, write_checked
+from chargpt.export.huggingface import qwen3_weights
 from chargpt.files import write_atomically
 from chargpt.models import GPT
 from chargpt.store.run import Run
@@ -29,7 +24,6 @@ from chargpt.text.display import display_text
 from chargpt.text.tokenizer import CharTokenizer
 
 Precision = Literal["f32", "f16", "q8_0"]
-FILE_TYPES: dict[Precision, str] = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
 Q8_BLOCK = 32  # weights of a row that share a scale
 SPACE = "\u2581"  # stands for a space in SentencePiece
 END = "<|endoftext|>"  # a token that llama.cpp requires, with weights 0; it is never sampled
@@ -50,8 +44,7 @@ def export_gguf(run: Run, path: Path, precision: Precision = "f32") -> ExportChe
         OperationError: the export differs from the run.
         OSError: it cannot be written.
     """
-    model, tokenizer = exportable_model(run, "GGUF"), run.tokenizer
-    require_package("gguf", "GGUF")
+    tokenizer, config = run.tokenizer, run.config.model
     if tokenizer.has_unknown:
         raise ConfigError(
             "GGUF has no unknown token for characters; export a run that was trained with "
@@ -62,7 +55,7 @@ def export_gguf(run: Run, path: Path, precision: Precision = "f32") -> ExportChe
             f"GGUF takes the character {SPACE} (U+2581) for a space, and the vocabulary has it; "
             "train on a text without it"
         )
-    for key, size in (("n_embd", model.config.n_embd), ("n_inner", model.config.mlp_width)):
+    for key, size in (("n_embd", config.n_embd), ("n_inner", config.mlp_width)):
         if precision == "q8_0" and size % Q8_BLOCK:
             raise ConfigError(
                 f"q8_0 needs sizes that are multiples of {Q8_BLOCK}, and the model's {key} is "
@@ -71,13 +64,13 @@ def export_gguf(run: Run, path: Path, precision: Precision = "f32") -> ExportChe
     check = write_checked(
         run,
         path,
-        partial(write_gguf, run=run, model=model, precision=precision),
+        "GGUF",
+        partial(write_gguf, precision=precision),
         "xllamacpp",
-        partial(LlamaRuntime, vocab_size=model.vocab_size, block_size=model.block_size),
-        max_divergence=None if precision == "f32" else MAX_DIVERGENCE,
-        remedy="use --precision f32",
+        LlamaRuntime,
+        None if precision == "f32" else MAX_DIVERGENCE,
     )
-    content = modelfile_text(path.name, model.block_size, run.config.sample.temperature)
+    content = modelfile_text(path.name, config.block_size, run.config.sample.temperature)
     write_atomically(modelfile_path(path), content.encode())
     return check
 
@@ -85,28 +78,10 @@ def export_gguf(run: Run, path: Path, precision: Precision = "f32") -> ExportChe
 def write_gguf(path: Path, run: Run, model: GPT, precision: Precision) -> None:
     """Write a model as a GGUF file."""
     gguf: Any = import_module("gguf")
+    config = model.config
     writer = gguf.GGUFWriter(path, "qwen3")
     writer.add_name(display_text(run.folder.absolute().name, keep_spaces=True))
     writer.add_description(f"character-level GPT by chargpt {__version__}")
-    _add_architecture(writer, model)
-    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[precision]])
-    _add_tokenizer(writer, run.tokenizer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, model.config.n_layer)
-    for name, tensor in model.state_dict().items():
-        weight = tensor.float().cpu().numpy()
-        if name in ("embedding.weight", "head.weight"):
-            weight = np.pad(weight, ((0, 1), (0, 0)))  # the row of END
-        kind = gguf.GGMLQuantizationType[precision.upper() if weight.ndim == 2 else "F32"]
-        their_name = names.get_name(qwen3_name(name), try_suffixes=(".weight",))
-        writer.add_tensor(their_name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _add_architecture(writer: Any, model: GPT) -> None:
-    config = model.config
     writer.add_context_length(config.block_size)
     writer.add_embedding_length(config.n_embd)
     writer.add_block_count(config.n_layer)
@@ -117,6 +92,21 @@ def _add_architecture(writer: Any, model: GPT) -> None:
     writer.add_value_length(config.head_size)
     writer.add_layer_norm_rms_eps(NORM_EPS)
     writer.add_rope_freq_base(config.rope_theta)
+    scope = "ALL" if precision == "f32" else "MOSTLY"
+    writer.add_file_type(gguf.LlamaFileType[f"{scope}_{precision.upper()}"])
+    _add_tokenizer(writer, run.tokenizer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.n_layer)
+    for name, tensor in qwen3_weights(model).items():
+        weight = tensor.float().numpy()
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            weight = np.pad(weight, ((0, 1), (0, 0)))  # the row of END
+        kind = gguf.GGMLQuantizationType[precision.upper() if weight.ndim == 2 else "F32"]
+        their_name = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(their_name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _add_tokenizer(writer: Any, tokenizer: CharTokenizer) -> None:
@@ -163,28 +153,17 @@ class LlamaRuntime:
 
     Args:
         path: of the file.
-        vocab_size: V, without END.
-        block_size: maximum context length.
         threads: of the CPU.
         is_exact: compute attention in float32; by default llama.cpp does in float16, which is
             faster and differs in the third digit.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        vocab_size: int,
-        block_size: int,
-        threads: int = 1,
-        *,
-        is_exact: bool = True,
-    ) -> None:
+    def __init__(self, path: Path, threads: int = 1, *, is_exact: bool = True) -> None:
         xllamacpp: Any = import_module("xllamacpp")
         self.name = f"llama.cpp (xllamacpp {xllamacpp.__version__})"
-        self.vocab_size = vocab_size
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
-        params.n_ctx = block_size
+        params.n_ctx = 0  # as the file says
         params.n_parallel = 1
         params.ctx_shift = True  # evict the older half of a full cache, as `sample` does
         if is_exact:
@@ -197,16 +176,12 @@ class LlamaRuntime:
         self.session.trust_env = False  # no proxy: the server is on this machine
 
     def post(self, path: str, **request: Any) -> dict[str, Any]:
-        """Return the server's answer to a request, or raise OperationError if it gives none."""
+        """Return the server's answer to a request; OSError if it refuses or does not answer."""
         url = f"{self.server.listening_address}/{path}"
-        try:
-            reply = self.session.post(url, json=request, timeout=SECONDS)
-            problem = "" if reply.ok else reply.text
-            answer: dict[str, Any] = {} if problem else reply.json()
-        except OSError as error:  # the base of all that requests raises
-            problem = str(error)
-        if problem:
-            raise OperationError(f"llama.cpp cannot use the export ({problem:.200})")
+        reply = self.session.post(url, json=request, timeout=SECONDS)
+        if not reply.ok:
+            raise OSError(reply.text)
+        answer: dict[str, Any] = reply.json()
         return answer
 
     def encode(self, text: str) -> list[int]:
@@ -215,15 +190,9 @@ class LlamaRuntime:
 
     def logits(self, tokens: list[int]) -> Logits:
         """Return the log-probabilities after the last token, (1, V)."""
-        answer = self.post(
-            "completion",
-            prompt=tokens,
-            n_predict=1,
-            n_probs=self.vocab_size + 1,
-            # no probabilities are given if a byte token is sampled: sample id 0, a character
-            logit_bias=[[0, 1000]],
-        )
-        log_probs = np.full(self.vocab_size + 1, -np.inf)
-        for each in answer["completion_probabilities"][0]["top_logprobs"]:
-            log_probs[each["id"]] = each["logprob"]
-        return log_probs[None, : self.vocab_size]
+        # no probabilities are given if a byte token is sampled: sample id 0, a character
+        request = {"n_predict": 1, "n_probs": 1 << 30, "logit_bias": [[0, 1000]]}
+        answer = self.post("completion", prompt=tokens, **request)
+        found = answer["completion_probabilities"][0]["top_logprobs"]  # of all tokens, END the last
+        by_id = sorted(found, key=itemgetter("id"))
+        return np.array([[each["logprob"] for each in by_id[:-1]]])

@@ -14,23 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from markupsafe import Markup
+from torch import Tensor
 
 from chargpt import __version__
 from chargpt.analysis.page import render
 from chargpt.analysis.predictions import SURPRISAL_BITS
 from chargpt.config import NORM_EPS
 from chargpt.errors import ChargptError
-from chargpt.export.check import (
-    ExportCheck,
-    Logits,
-    compare,
-    encode,
-    exportable_model,
-    logits,
-)
+from chargpt.export.check import ExportCheck, Logits, compare, encode, exportable_model, logits
 from chargpt.files import write_output
 from chargpt.inference.baselines import BIGRAM_ALPHA
 from chargpt.models import GPT, build_model
@@ -42,8 +34,6 @@ from chargpt.text.display import display_text
 MAX_DIVERGENCE = 0.002  # in nats, by the rounding of the weights
 MAX_PAIRS = 50_000  # of the bigram, the most frequent ones
 PAGES = Path(__file__).parent / "pages"
-PageData = dict[str, Any]
-Weights = dict[str, npt.NDArray[np.float16]]
 
 
 class RoundedModel:
@@ -51,11 +41,10 @@ class RoundedModel:
 
     name = "chargpt's own runtime"
 
-    def __init__(self, run: Run, weights: Weights) -> None:
+    def __init__(self, run: Run, weights: dict[str, Tensor]) -> None:
         self.tokenizer = run.tokenizer
         self.model = build_model(run.config.model, run.model.vocab_size).eval()
-        tensors = {name: torch.from_numpy(each).float() for name, each in weights.items()}
-        self.model.load_state_dict(tensors)
+        self.model.load_state_dict(weights)
 
     def encode(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)
@@ -78,24 +67,19 @@ def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
         OperationError: half precision changes the model too much.
     """
     weights = half_weights(exportable_model(run, "an HTML page"))
-    check = compare(
-        run,
-        RoundedModel(run, weights),
-        max_divergence=MAX_DIVERGENCE,
-        remedy="train with a lower optim.lr",
-    )
+    check = compare(run, RoundedModel(run, weights), MAX_DIVERGENCE)
     write_output(path, make_page(run, weights).encode(errors="replace"), force=force)
     return check
 
 
-def half_weights(model: GPT) -> Weights:
+def half_weights(model: GPT) -> dict[str, Tensor]:
     """Return the weights in half precision, by name, as the page holds them."""
-    return {name: tensor.half().cpu().numpy() for name, tensor in model.state_dict().items()}
+    return {name: tensor.half().cpu() for name, tensor in model.state_dict().items()}
 
 
-def make_page(run: Run, weights: Weights) -> str:
+def make_page(run: Run, weights: dict[str, Tensor]) -> str:
     """Return the page as text."""
-    options = run.config.sample
+    content = b"".join(weight.numpy().tobytes() for weight in weights.values())
     name = display_text(run.folder.resolve().name, keep_spaces=True)
     return render(
         "play.html",
@@ -104,26 +88,21 @@ def make_page(run: Run, weights: Weights) -> str:
         policy="; worker-src blob:",
         title=f"Play: {name}",
         version=__version__,
-        parameters=run.model.num_parameters(),
-        vocabulary=run.tokenizer.describe(),
-        prompt=options.prompt,
-        length=options.length,
-        temperature=options.temperature,
-        top_k=options.top_k or "",
+        run=run,
         page_data=page_data(run, weights),
         worker=Markup((PAGES / "worker.js").read_text("utf-8")),
-        weights=base64.b64encode(b"".join(each.tobytes() for each in weights.values())).decode(),
+        weights=base64.b64encode(content).decode(),
     )
 
 
-def page_data(run: Run, weights: Weights) -> PageData:
+def page_data(run: Run, weights: dict[str, Tensor]) -> dict[str, Any]:
     """Return what the page's scripts need beside the weights."""
     tokenizer = run.tokenizer
-    data: PageData = {
+    data: dict[str, Any] = {
         "model": run.config.model.model_dump(),
         "norm_eps": NORM_EPS,
         # in the order of the data block of weights
-        "tensors": [(name, weight.size) for name, weight in weights.items()],
+        "tensors": [(name, weight.numel()) for name, weight in weights.items()],
         "thresholds": SURPRISAL_BITS,
         "tokenizer": json.loads(tokenizer.to_json()),
         "vocab_size": tokenizer.vocab_size,
@@ -143,7 +122,7 @@ def page_data(run: Run, weights: Weights) -> PageData:
     return data
 
 
-def bigram_data(pairs: PairCounts) -> PageData:
+def bigram_data(pairs: PairCounts) -> dict[str, Any]:
     """Return the most frequent pairs: of each first token, the second ones and their counts."""
     rows: dict[int, list[int]] = {}
     for index in np.sort(np.argsort(-pairs.counts, kind="stable")[:MAX_PAIRS]):

@@ -6,8 +6,9 @@ chargpt.json  config, tokenizer and state of the run, for `chargpt import hf`
 """
 
 import json
+import re
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,19 @@ from torch import Tensor
 
 from chargpt.config import NORM_EPS
 from chargpt.errors import ChargptError
-from chargpt.export.check import ExportCheck, Logits, exportable_model, write_checked
+from chargpt.export.check import ExportCheck, Logits, write_checked
 from chargpt.models import GPT
 from chargpt.store.run import Run
 from chargpt.text.display import REPLACEMENT
 from chargpt.text.tokenizer import CharTokenizer
 
 WEIGHTS, ORIGIN = "model.safetensors", "chargpt.json"
-MAX_PROMPT = 24  # characters of the model card's prompt
 MAX_PROMPT_SEARCHED = 10_000  # tokens
-ESCAPED = f'"\\`{REPLACEMENT}'  # what the model card's prompt must not hold
-# our names of a layer's weights, and those of transformers
-LAYER_NAMES = {
+QWEN3_NAMES = {  # of modules, by our names
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "blocks": "model.layers",
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
@@ -42,7 +44,6 @@ LAYER_NAMES = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-OTHER_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
 def export_huggingface(run: Run, folder: Path) -> ExportCheck | None:
@@ -53,9 +54,10 @@ def export_huggingface(run: Run, folder: Path) -> ExportCheck | None:
         OperationError: the export differs from the run.
         OSError: it cannot be written, or the folder exists and is not empty.
     """
-    model = exportable_model(run, "Qwen3, the architecture of this export,")
-    write = partial(write_huggingface, run=run, model=model)
-    return write_checked(run, folder, write, "transformers", TransformersRuntime)
+    target = "Qwen3, the architecture of this export,"
+    return write_checked(
+        run, folder, target, write_huggingface, "transformers", TransformersRuntime
+    )
 
 
 def write_huggingface(folder: Path, run: Run, model: GPT) -> None:
@@ -78,9 +80,8 @@ def write_huggingface(folder: Path, run: Run, model: GPT) -> None:
             "state": run.state.to_json().decode(),
         },
     }
-    weights = {name: tensor.cpu().contiguous() for name, tensor in qwen3_weights(model).items()}
     files = {
-        WEIGHTS: safetensors.torch.save(weights, {"format": "pt"}),
+        WEIGHTS: safetensors.torch.save(qwen3_weights(model), {"format": "pt"}),
         "README.md": model_card(run).encode(),
         **{name: json.dumps(tree, indent=2).encode() for name, tree in trees.items()},
     }
@@ -111,17 +112,18 @@ def qwen3_config(model: GPT) -> dict[str, Any]:
 
 
 def qwen3_weights(model: GPT) -> dict[str, Tensor]:
-    """Return the weights of a GPT under the names of `Qwen3ForCausalLM`."""
-    return {qwen3_name(name): tensor for name, tensor in model.state_dict().items()}
+    """Return the weights of a GPT, on the CPU, under the names of `Qwen3ForCausalLM`."""
+    state = model.state_dict().items()
+    return {their_name(name, QWEN3_NAMES): tensor.cpu().contiguous() for name, tensor in state}
 
 
-def qwen3_name(name: str) -> str:
-    """Return the name in transformers of one of our weights."""
-    prefix = name.removesuffix(".weight")
-    if prefix in OTHER_NAMES:
-        return f"{OTHER_NAMES[prefix]}.weight"
-    _, layer, rest = prefix.split(".", 2)
-    return f"model.layers.{layer}.{LAYER_NAMES[rest]}.weight"
+def their_name(name: str, modules: Mapping[str, str]) -> str:
+    """Return another program's name of one of our weights, by its names of `modules`."""
+    module, _, kind = name.rpartition(".")
+    if module in modules:
+        return f"{modules[module]}.{kind}"
+    blocks, layer, module = module.split(".", 2)
+    return f"{modules[blocks]}.{layer}.{modules[module]}.{kind}"
 
 
 def generation_config(run: Run) -> dict[str, Any]:
@@ -139,44 +141,46 @@ def generation_config(run: Run) -> dict[str, Any]:
 
 
 def tokenizer_json(tokenizer: CharTokenizer) -> dict[str, Any]:
-    """Return the content of `tokenizer.json`: every character a token, nothing merged.
-
-    The decoder joins tokens; without it they are joined with spaces.
-    """
-    tree: dict[str, Any] = {  # transformers reads each of these keys
+    """Return the content of `tokenizer.json`: every character a token, nothing merged."""
+    texts = [tokenizer.token_text(id_) for id_ in range(tokenizer.vocab_size)]
+    split = None
+    model: dict[str, Any] = {"type": "BPE", "merges": [], "byte_fallback": tokenizer.has_bytes}
+    if tokenizer.has_unknown:  # a BPE model would join neighbouring unknown characters
+        texts[-1] = "<unk>" if REPLACEMENT in tokenizer.characters else REPLACEMENT
+        pattern = {"Regex": r"[\s\S]"}
+        split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+        model = {"type": "WordLevel", "unk_token": texts[-1]}
+    return {  # transformers reads each of these keys
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": None,
+        "pre_tokenizer": split,
         "post_processor": None,
-        "decoder": {"type": "Fuse"},
+        # without Fuse, tokens are joined with spaces
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {**model, "vocab": {text: id_ for id_, text in enumerate(texts)}},
     }
-    texts = [tokenizer.token_text(id_) for id_ in range(tokenizer.vocab_size)]
-    if tokenizer.has_unknown:  # a BPE model would join neighbouring unknown characters
-        texts[-1] = "<unk>" if REPLACEMENT in tokenizer.characters else REPLACEMENT
-        split = {"pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-        tree["pre_tokenizer"] = {"type": "Split", **split}
-        tree["model"] = {"type": "WordLevel", "unk_token": texts[-1]}
-    else:
-        tree["model"] = {"type": "BPE", "merges": [], "byte_fallback": tokenizer.has_bytes}
-    if tokenizer.has_bytes:
-        decoders = [{"type": "ByteFallback"}, tree["decoder"]]
-        tree["decoder"] = {"type": "Sequence", "decoders": decoders}
-    tree["model"]["vocab"] = {text: id_ for id_, text in enumerate(texts)}
-    return tree
 
 
 def model_card(run: Run) -> str:
     """Return the model card, in Markdown."""
-    config, tokenizer = run.config.model, run.tokenizer
-    text = " ".join(run.state.text_name.split()).replace("`", "'") or "unknown"
+    config, state, tokenizer = run.config, run.state, run.tokenizer
+    text = " ".join(state.text_name.split()).replace("`", "'") or "unknown"
     unit, outside = "characters", "is dropped by the tokenizer"
     if tokenizer.has_bytes:
         unit, outside = "tokens", "is spelled as the bytes of its UTF-8 form"
     elif tokenizer.has_unknown:
         outside = "becomes one unknown token"
+    loss = "not measured"
+    if state.best_nats_per_char is not None and state.step == state.best_step:
+        loss = (
+            f"{state.best_nats_per_char:.3f} nats per character on the validation split "
+            f"({config.text.val_fraction:.0%} of the text; at most "
+            f"{config.train.evaluation_tokens:,} tokens of this split; protocol `blocks`: "
+            "non-overlapping blocks, every character scored once), as measured in training"
+        )
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -187,12 +191,12 @@ tags: [character-level, qwen3]
 # A character-level GPT
 
 - Training text: `{text}`
-- Size: {run.model.num_parameters():,} parameters; layers {config.n_layer}, width \
-{config.n_embd}, heads {config.n_head}
-- Context: prompt and continuation together at most {config.block_size:,} {unit}
+- Size: {run.model.num_parameters():,} parameters; layers {config.model.n_layer}, width \
+{config.model.n_embd}, heads {config.model.n_head}
+- Context: prompt and continuation together at most {config.model.block_size:,} {unit}
 - Vocabulary: {tokenizer.describe()}; any other {outside}
-- Loss: {_measured_loss(run)}
-- Trained {run.state.step:,} steps with chargpt
+- Loss: {loss}
+- Trained {state.step:,} steps with chargpt
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -205,32 +209,14 @@ print(tokenizer.decode(model.generate(**prompt)[0]))
 """
 
 
-def _measured_loss(run: Run) -> str:
-    """Return the loss of the checkpoint, and how it was measured, as a phrase."""
-    state, text = run.state, run.config.text
-    if state.best_nats_per_char is None or state.step != state.best_step:
-        return "not measured"
-    split = "the text, at its end"
-    if text.documents:
-        split = "the documents, which are shuffled"
-    elif text.test_fraction:
-        split = "the text, before the test split"
-    return (
-        f"{state.best_nats_per_char:.3f} nats per character on the validation split "
-        f"({text.val_fraction:.0%} of {split}; at most {run.config.train.evaluation_tokens:,} "
-        "tokens of this split; protocol `blocks`: non-overlapping blocks, every character scored "
-        "once), as measured in training"
-    )
-
-
 def _example_prompt(run: Run) -> str:
     """Return words of the validation split that need no escaping, or a letter of the vocabulary."""
     with suppress(ChargptError):  # of a run without its text
         text = run.tokenizer.decode(run.corpus().split("val")[:MAX_PROMPT_SEARCHED])
-        for line in text.splitlines()[1:]:  # the first may begin within a word
-            words = " ".join(line.split()[:2])[:MAX_PROMPT]
-            if words[:1].isalpha() and words.isprintable() and not set(words) & set(ESCAPED):
-                return words
+        # words at the start of a line, but the first line may begin within a word
+        found = re.search(r"\n([^\W\d_]\w{,11}( \w{,11})?)\b", text)
+        if found:
+            return found[1]
     return next((c for c in reversed(run.tokenizer.characters) if c.isalpha()), "PROMPT")
 
 

@@ -12,7 +12,6 @@ V = vocabulary size.
 
 import logging
 import warnings
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from chargpt.errors import ConfigError
-from chargpt.export.check import (
-    ExportCheck,
-    Logits,
-    encode,
-    exportable_model,
-    require_package,
-    write_checked,
-)
+from chargpt.export.check import ExportCheck, Logits, encode, write_checked
 from chargpt.models import GPT
 from chargpt.models.base import KVCache
 from chargpt.models.gpt import AttentionInputs
@@ -50,15 +42,12 @@ def export_onnx(run: Run, path: Path) -> ExportCheck | None:
         OperationError: the export differs from the run.
         OSError: it cannot be written.
     """
-    model = exportable_model(run, "ONNX")
-    require_package("onnxscript", "ONNX")
-    if 4 * model.num_parameters() > MAX_BYTES:
+    if 4 * run.model.num_parameters() > MAX_BYTES:
         raise ConfigError(
             f"an ONNX file holds at most {MAX_BYTES / 1e9:.0f} GB of weights, and these are more; "
             "use `chargpt export hf`"
         )
-    write = partial(write_onnx, run=run, model=model)
-    return write_checked(run, path, write, "onnxruntime", OnnxRuntime)
+    return write_checked(run, path, "ONNX", write_onnx, "onnxruntime", OnnxRuntime)
 
 
 class GrowingCache(KVCache):
@@ -103,31 +92,23 @@ class CachedGPT(nn.Module):
 
 def write_onnx(path: Path, run: Run, model: GPT) -> None:
     """Write a model as an ONNX file, with tokenizer and block size as metadata."""
+    import_module("onnxscript")  # which the exporter needs
     config = model.config
     # any sizes but 0 and 1, which the exporter takes for constants; no tensor may be given twice
     past = model.cos.new_zeros(config.n_layer, 2, config.n_head, 3, config.head_size)
     example = torch.zeros(2, 4, dtype=torch.int64, device=model.device), past, past.clone()
     batch, length, cached = Dim("batch"), Dim("length"), Dim("cached")
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)  # it warns that torchvision is missing
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            program = torch.onnx.export(
-                CachedGPT(model).eval(),
-                example,
-                input_names=INPUTS,
-                output_names=OUTPUTS,
-                dynamic_shapes=(
-                    {0: batch, 1: length},
-                    {1: batch, 3: cached},
-                    {1: batch, 3: cached},
-                ),
-                dynamo=True,
-                verbose=False,
-            )
-    finally:
-        log.setLevel(level)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that torchvision is missing
+    with warnings.catch_warnings(action="ignore"):
+        program = torch.onnx.export(
+            CachedGPT(model).eval(),
+            example,
+            input_names=INPUTS,
+            output_names=OUTPUTS,
+            dynamic_shapes=({0: batch, 1: length}, {1: batch, 3: cached}, {1: batch, 3: cached}),
+            dynamo=True,
+            verbose=False,
+        )
     assert program is not None
     ir: Any = import_module("onnx_ir")
     # the exporter adds stack traces with paths of this machine

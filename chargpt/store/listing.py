@@ -1,6 +1,6 @@
 """A folder's runs, each with what its latest checkpoint says about it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -70,50 +70,41 @@ def _time_of(summary: RunSummary) -> float:
 
 
 def summarize(path: Path) -> RunSummary:
-    """Return what a run's latest checkpoint says, without reading its tensors."""
-    checkpoints = path / CHECKPOINTS
+    """Return what a run's latest checkpoint says, without reading its tensors, or its settings."""
+    checkpoints, state = path / CHECKPOINTS, None
     try:
         is_training = is_locked(path)
-        if not has_checkpoint(path):
-            return _summarize_settings(path, "training" if is_training else "no checkpoint")
-        config, tokenizer, state = newest_metadata(checkpoints)
-        saved = datetime.fromtimestamp(last_saved(checkpoints)).astimezone()
+        if has_checkpoint(path):
+            config, tokenizer, state = newest_metadata(checkpoints)
+            saved = datetime.fromtimestamp(last_saved(checkpoints)).astimezone()
+        else:
+            config = parse_config(read_regular(path / CONFIG, MAX_METADATA_BYTES), path / CONFIG)
+            tokenizer = CharTokenizer.load(path / TOKENIZER)
     except (UnreadableError, OSError):
         return RunSummary(path, "unreadable")
-    except ChargptError:
-        return RunSummary(path, "damaged")
-    progress: Status = "finished" if state.step >= config.train.max_steps else "unfinished"
-    return RunSummary(
-        path,
-        "training" if is_training else "stopped early" if state.stopped_early else progress,
-        text=state.text_name,
-        documents=config.text.documents,
-        kind=config.model.kind,
-        parameters=count_parameters(config.model, tokenizer.vocab_size),
-        step=state.step,
-        max_steps=config.train.max_steps,
-        best_nats_per_char=state.best_nats_per_char if state.best_step else None,
-        seconds=state.seconds,
-        saved=saved,
-    )
-
-
-def _summarize_settings(path: Path, status: Status) -> RunSummary:
-    """Return the summary of a run that has saved no checkpoint."""
-    try:
-        config = parse_config(read_regular(path / CONFIG, MAX_METADATA_BYTES), path / CONFIG)
-        tokenizer = CharTokenizer.load(path / TOKENIZER)
     except (ChargptError, ValueError):
-        return RunSummary(path, status)
+        return RunSummary(path, "damaged")
     source = config.text.path
-    return RunSummary(
+    summary = RunSummary(
         path,
-        status,
+        "training" if is_training else "no checkpoint",
         text=Path(source).name if source not in (None, STDIN) else None,
         documents=config.text.documents,
         kind=config.model.kind,
         parameters=count_parameters(config.model, tokenizer.vocab_size),
         max_steps=config.train.max_steps,
+    )
+    if state is None:
+        return summary
+    progress: Status = "finished" if state.step >= config.train.max_steps else "unfinished"
+    return replace(
+        summary,
+        status="training" if is_training else "stopped early" if state.stopped_early else progress,
+        text=state.text_name,
+        step=state.step,
+        best_nats_per_char=state.best_nats_per_char if state.best_step else None,
+        seconds=state.seconds,
+        saved=saved,
     )
 
 

@@ -55,7 +55,13 @@ def deserialize(path: Path, content: bytes) -> dict[str, Tensor]:
 
 
 def load_weights(model: LanguageModel, tensors: Mapping[str, Tensor], origin: Path) -> None:
-    """Copy saved weights into a model; RunError if names or shapes differ or one is not finite."""
+    """Copy saved weights into a model; RunError as `require_weights`."""
+    require_weights(model, tensors, origin)
+    model.load_state_dict(dict(tensors))
+
+
+def require_weights(model: LanguageModel, tensors: Mapping[str, Tensor], origin: Path) -> None:
+    """Raise RunError unless weights are finite and have the names and shapes of a model's."""
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
     given = {name: tensor.shape for name, tensor in tensors.items()}
     if wanted != given:
@@ -65,7 +71,6 @@ def load_weights(model: LanguageModel, tensors: Mapping[str, Tensor], origin: Pa
             "use another checkpoint"
         )
     require_finite(tensors, origin)
-    model.load_state_dict(dict(tensors))
 
 
 def require_finite(tensors: Mapping[str, Tensor], origin: Path) -> None:

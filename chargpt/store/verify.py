@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from chargpt.errors import ChargptError, DeviceError, RunError
 from chargpt.files import exists
 from chargpt.models import build_model
@@ -18,7 +20,7 @@ from chargpt.store.checkpoint import (
 from chargpt.store.folder import MIXTURE_FILE, RunFolder
 from chargpt.store.mixture import OtherCheckpointError, read_mixture
 from chargpt.store.run import load_run
-from chargpt.store.tensors import load_weights, require_finite
+from chargpt.store.tensors import require_finite, require_weights
 from chargpt.text.tokenizer import CharTokenizer
 
 
@@ -48,34 +50,28 @@ def verify(run: RunFolder) -> Verification:
     checked = [each for each in checked if exists(each.folder)]
     problems = [each.problem for each in checked if each.problem]
     loaded_by: dict[str, Path | None] = {}
-    saved = None
     for which in ("best", "latest"):
-        saved, found = _load(run, which)
+        saved = None
+        try:
+            saved, found = load_checkpoint(run.checkpoints, which)
+            if found:
+                found.append(f"{saved.folder.name} is used instead of {which}")
+        except RunError as error:
+            found = [f"no intact checkpoint for {which}: {error}"]
         loaded_by[which] = saved.folder if saved else None
         problems += [sentence for sentence in found if sentence not in problems]
     notes = [
         f"{path} was left by a save that did not finish; the next save deletes it"
         for path in unfinished_checkpoints(run.checkpoints)
     ]
-    has_split = saved is not None and saved.config.text.mixture_characters > 0
-    has_mixture = exists(run.path / MIXTURE_FILE)
-    if has_split and not has_mixture:
-        notes.append(f"{run.path / MIXTURE_FILE} is missing, so the run has no mixture")
-    if loaded_by["best"] is not None and has_mixture:
-        try:
-            read_mixture(load_run(run.path, device="cpu"))
-        except OtherCheckpointError as error:
-            notes.append(str(error))
-        except RunError as error:
-            problems.append(str(error))
     if saved is not None:
         _check_files(run, saved, problems, notes)
     return Verification(checked, loaded_by, problems, notes)
 
 
 def _check_files(run: RunFolder, latest: Checkpoint, problems: list[str], notes: list[str]) -> None:
-    """Compare the run's own files with its latest checkpoint; add to problems and notes."""
-    path = run.path / TOKENIZER
+    """Compare the run's other files with its checkpoints; add to problems and notes."""
+    path, mixture = run.path / TOKENIZER, run.path / MIXTURE_FILE
     try:
         if (edits := run.describe_edits(latest.config)) is not None:
             notes.append(edits)
@@ -87,6 +83,12 @@ def _check_files(run: RunFolder, latest: Checkpoint, problems: list[str], notes:
             problems.append(f"{path} is not the tokenizer of {latest.folder.name}")
         if latest.optimizer:  # an imported run has neither an optimizer state nor metrics
             problems += run.metrics.problems(latest.state.step)
+        if exists(mixture):
+            read_mixture(load_run(run.path, device="cpu"))
+        elif latest.config.text.mixture_characters:
+            notes.append(f"{mixture} is missing, so the run has no mixture")
+    except OtherCheckpointError as error:
+        notes.append(str(error))
     except (ChargptError, OSError) as error:
         problems.append(str(error))
 
@@ -105,27 +107,16 @@ def _check(folder: Path) -> CheckedCheckpoint:
 
 def require_intact(saved: Checkpoint) -> None:
     """Check that tensors are finite, and weights of their config's shapes, else RunError."""
-    model = build_model(saved.config.model, saved.tokenizer.vocab_size)
-    load_weights(model, saved.model, saved.folder)
-    load_weights(model, saved.raw_weights, saved.folder)
+    with torch.device("meta"):
+        model = build_model(saved.config.model, saved.tokenizer.vocab_size)
+    for weights in (saved.model, saved.raw_weights):
+        require_weights(model, weights, saved.folder)
     require_finite(saved.optimizer, saved.folder)
     shapes = {name: tensor.shape for name, tensor in saved.model.items()}
     for name, tensor in saved.optimizer.items():
         parameter = re.sub(r"^(raw|adamw\.exp_avg|adamw\.exp_avg_sq|muon\.momentum)\.", "", name)
-        expected = shapes.get(parameter)
-        if expected is not None and tensor.shape != expected:
+        if tensor.shape != shapes.get(parameter, tensor.shape):
             raise RunError(
                 f"{name} in {saved.folder} has another shape than its parameter; "
                 "use another checkpoint"
             )
-
-
-def _load(run: RunFolder, which: str) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint that is loaded as `best` or `latest`, and why others are skipped."""
-    try:
-        saved, skipped = load_checkpoint(run.checkpoints, which)
-    except RunError as error:
-        return None, [f"no intact checkpoint for {which}: {error}"]
-    if not skipped:
-        return saved, []
-    return saved, [*skipped, f"{saved.folder.name} is used instead of {which}"]

@@ -145,7 +145,7 @@ def open_export(kind: str, run: Run, folder: Path) -> Iterator[Runtime]:
         assert isinstance(longer, GPT)
         longer.load_state_dict(model.state_dict())
         gguf.write_gguf(path, run, longer, precision)
-        yield gguf.LlamaRuntime(path, model.vocab_size, size, threads=2)
+        yield gguf.LlamaRuntime(path, threads=2)
     else:
         onnx.export_onnx(run, folder / "model.onnx")
         yield onnx.OnnxRuntime(folder / "model.onnx")

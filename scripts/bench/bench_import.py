@@ -18,7 +18,7 @@ from typing import Any
 from record import provenance, write_record
 
 from chargpt import evaluate
-from chargpt.imports.nanogpt import import_nanogpt
+from chargpt.imports import import_nanogpt
 from chargpt.store.run import load_run
 
 NANOGPT = """

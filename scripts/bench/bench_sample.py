@@ -85,7 +85,7 @@ run = Run(Path("run"), config, tokenizer, model, 1, RunState(1))
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "model.gguf"
     write_gguf(path, run, model, "f32")
-    reader = LlamaRuntime(path, 65, block_size, threads, is_exact=False)
+    reader = LlamaRuntime(path, threads, is_exact=False)
 
 def complete(length):
     answer = reader.post(

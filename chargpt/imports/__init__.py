@@ -1,1 +1,0 @@
-"""Import: runs from the files of other programs."""
