@@ -376,8 +376,8 @@ def test_a_requested_stop_keeps_the_plan_that_the_checkpoint_was_saved_with(
             return config.with_values({"train.max_steps": 100 + step})
 
     trainer = start_trainer(tiny_config(**{"train.save_every": 1}), corpus, tmp_path / "run")
-    for _ in trainer.steps(Replanned(Deadline.from_budget(60)), lambda: trainer.state.step == 5):
-        pass
+    pace = Replanned(Deadline.from_budget(60), trainer.config, 1e5, True, 1000)
+    list(trainer.steps(pace, lambda: trainer.state.step == 5))
     run = RunFolder(tmp_path / "run")
     saved, config, notes = resume(run, {})
     assert (saved.state.step, config.train.max_steps, notes) == (5, 104, [])

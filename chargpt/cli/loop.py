@@ -28,11 +28,11 @@ def show_plan(session: Session) -> None:
     """Print what is about to be trained, for how long, on what, and what a budget has chosen."""
     trainer, cost = session.trainer, session.cost
     config, corpus = trainer.config, trainer.corpus
-    if session.pace is not None and (plan := session.pace.plan) is not None:
-        is_chosen = plan.size_was_chosen
+    if (pace := session.pace) is not None:
+        is_chosen = pace.size_was_chosen
         reason = "size with the lowest predicted loss" if is_chosen else "the model size is given"
-        seconds = console.duration(session.pace.deadline.seconds)
-        speed = plan.speed * corpus.characters_per_token
+        seconds = console.duration(pace.deadline.seconds)
+        speed = pace.speed * corpus.characters_per_token
         console.say(f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}")
     rare, documents, threads = "", "", ""
     if corpus.rare_count:

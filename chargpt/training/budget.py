@@ -14,9 +14,9 @@ from chargpt.device import ThreadTuner, choose_device, default_threads, measure_
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.log import logger
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, MIN_MIXTURE_CHARACTERS, Corpus
-from chargpt.training.deadline import Deadline, Pace, mixture_seconds, scoring_seconds
+from chargpt.training.deadline import MIN_STEPS, Deadline, Pace, mixture_seconds, scoring_seconds
 from chargpt.training.learner import Learner, training_bytes
-from chargpt.training.planner import RECIPE, plan
+from chargpt.training.planner import MIXTURE_CHARACTERS, plan
 from chargpt.training.trainer import Trainer
 
 MAX_MIXTURE_TIME = 0.2  # fraction of the remaining time: if fitting takes longer, no mixture
@@ -57,20 +57,17 @@ def plan_run(
         seconds = deadline.scoring_seconds + mixture_seconds(corpus, deadline.slowdown)
         deadline = replace(deadline, scoring_seconds=seconds)
     trials = Trials(corpus)
-    planned = plan(config, corpus, deadline, fixed_keys, trials)
+    pace = plan(config, corpus, deadline, fixed_keys, trials)
     token_seconds = trials.measure_scoring()
-    seconds = scoring_seconds(deadline, corpus, planned.config, token_seconds)
-    n_scored = min(planned.config.train.evaluation_tokens, len(corpus.split("val")))
-    threads_are_measured = config.threads is not None and "threads" not in fixed_keys
-    pace = Pace(
-        replace(deadline, scoring_seconds=seconds),
-        planned,
-        validation_seconds=token_seconds * n_scored,
-        thread_tuner=ThreadTuner(default_threads()) if threads_are_measured else None,
-    )
+    seconds = scoring_seconds(deadline, corpus, pace.config, token_seconds)
+    pace.deadline = replace(deadline, scoring_seconds=seconds)
+    n_scored = min(pace.config.train.evaluation_tokens, len(corpus.split("val")))
+    pace.validation_seconds = token_seconds * n_scored
+    if config.threads is not None and "threads" not in fixed_keys:
+        pace.thread_tuner = ThreadTuner(default_threads())
     # before anything is trained: when a comparison comes to this run, others may have taken longer
-    pace.deadline.require(sum(pace.fewest_steps_seconds()))
-    return planned.config, corpus, pace
+    pace.deadline.require(pace.seconds_of(MIN_STEPS))
+    return pace.config, corpus, pace
 
 
 def with_mixture_split(
@@ -85,7 +82,7 @@ def with_mixture_split(
     if key in fixed_keys or config.model.kind != "gpt":
         return config
     seconds, remaining = mixture_seconds(corpus, deadline.slowdown), deadline.remaining
-    with_split = corpus.with_settings(mixture_characters=RECIPE.mixture_characters)
+    with_split = corpus.with_settings(mixture_characters=MIXTURE_CHARACTERS)
     max_fraction = 2 * MAX_MIXTURE_FRACTION  # of a split that ends with a whole document
     is_short = MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_MIXTURE_CHARACTERS
     if is_short or len(with_split.split("mixture")) > max_fraction * len(corpus.tokens):
@@ -96,7 +93,7 @@ def with_mixture_split(
             f"{max(0.0, remaining):.1f} s that are left; give a longer --budget"
         )
     else:
-        return config.with_values({key: RECIPE.mixture_characters})
+        return config.with_values({key: MIXTURE_CHARACTERS})
     logger.warning(f"without a mixture: {cause}")
     return config
 
