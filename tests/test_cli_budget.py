@@ -9,6 +9,7 @@ import pytest
 from conftest import Cli, refusal
 from starting import create_run, pace_of
 
+from chargpt.cli.console import short
 from chargpt.cli.loop import StepView, describe_model, run_steps, show_plan
 from chargpt.cli.summary import show_result
 from chargpt.config import Config, ModelConfig, TextConfig, load_config
@@ -21,7 +22,7 @@ from chargpt.text.prepare import load_corpus
 from chargpt.training import budget as budget_module
 from chargpt.training import deadline as deadline_module
 from chargpt.training import trainer as trainer_module
-from chargpt.training.budget import TIMED_TOKENS, Cost, Trials
+from chargpt.training.budget import TIMED_TOKENS, Trials
 from chargpt.training.deadline import CLOSING_SECONDS, Deadline, Pace, mixture_seconds
 from chargpt.training.schedule import lr_factor_at
 from chargpt.training.start import Session
@@ -231,10 +232,12 @@ def test_speeds_are_in_characters_and_models_by_their_kind(
     corpus = load_corpus(TextConfig(min_count=300), text="sea é light è\n" * 200)
     assert corpus.characters_per_token < 0.9
     trainer = trainer_module.Trainer(load_config("bigram"), corpus)
-    cost, pace = Cost(1, 1, 1, 1.0, 1, 1.0), pace_of(Deadline.from_budget(10.0), speed=1e6)
-    show_plan(Session(trainer, RunFolder(Path("run")), None, cost, pace))
-    expected = f"{1e6 * corpus.characters_per_token:,.0f} characters/s"
-    assert expected in capfd.readouterr().err
+    pace = pace_of(Deadline.from_budget(10.0), speed=1e6)
+    show_plan(Session(trainer, RunFolder(Path("run")), None, 1.0, pace))
+    shown = " ".join(capfd.readouterr().err.split())
+    assert f"{1e6 * corpus.characters_per_token:,.0f} characters/s" in shown
+    assert f"{trainer.model.num_parameters():,} parameters" in shown
+    assert f"= {short(round(650 * 8192 * corpus.characters_per_token))} characters (" in shown
     report = trainer_module.StepReport(50, 100)
     trainer.speed_since = 0, time.perf_counter() - 1000
     trainer._measure_speed(report)
