@@ -17,13 +17,12 @@ from chargpt.device import ThreadTuner
 from chargpt.store.folder import RunFolder
 from chargpt.store.listing import summarize
 from chargpt.store.run import load_run
-from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
-from chargpt.training import budget as budget_module
 from chargpt.training import deadline as deadline_module
 from chargpt.training import trainer as trainer_module
 from chargpt.training.budget import TIMED_TOKENS, Trials
 from chargpt.training.deadline import CLOSING_SECONDS, Deadline, Pace, mixture_seconds
+from chargpt.training.planner import Planner
 from chargpt.training.schedule import lr_factor_at
 from chargpt.training.start import Session
 
@@ -211,11 +210,11 @@ def test_the_plan_leaves_time_for_the_mixture(
 ) -> None:
     available = []
 
-    def planned(config: Config, corpus: Corpus, deadline: Deadline, *_: object) -> Pace:
-        available.append(deadline.remaining)
-        return pace_of(deadline, config)
+    def planned(self: Planner) -> Pace:
+        available.append(self.deadline.remaining)
+        return pace_of(self.deadline, self.config)
 
-    monkeypatch.setattr(budget_module, "plan", planned)
+    monkeypatch.setattr(Planner, "plan", planned)
     monkeypatch.setattr(Trials, "measure_scoring", lambda self: 1e-6)
     for name, fixed in (("with", ()), ("without", ("text.mixture_characters",))):
         deadline = Deadline.from_budget(10.0, 0.0, lambda: 0.0)

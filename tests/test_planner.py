@@ -38,9 +38,9 @@ from chargpt.training.learner import Learner, training_bytes
 from chargpt.training.planner import (
     SIZES,
     USABLE_MEMORY,
+    Planner,
     config_of_size,
     length_values,
-    plan,
     predicted_loss,
     unique_token_equivalents,
 )
@@ -89,7 +89,7 @@ def choose(
     machine: Machine | None = None,
 ) -> Pace:
     machine = machine or Machine(corpus.tokenizer.vocab_size)
-    return plan(config, corpus, fixed_deadline(time_left), fixed, machine)
+    return Planner(config, corpus, fixed_deadline(time_left), fixed, machine).plan()
 
 
 @pytest.mark.parametrize(
@@ -504,7 +504,7 @@ def test_a_model_that_is_too_large_for_its_budget_is_rejected_after_one_step(
     config = config.with_values({"threads": 1, "dtype": "float32"})
     deadline = deadline_of(10.0, now)
     with pytest.raises(OperationError, match=r"too short for 20 steps.*give --budget \d+s$"):
-        plan(config, corpus, deadline, {"model.n_embd"}, Trials(corpus))
+        Planner(config, corpus, deadline, {"model.n_embd"}, Trials(corpus)).plan()
     assert counted == [0]
 
 

@@ -16,7 +16,7 @@ from chargpt.log import logger
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, MIN_MIXTURE_CHARACTERS, Corpus
 from chargpt.training.deadline import MIN_STEPS, Deadline, Pace, mixture_seconds, scoring_seconds
 from chargpt.training.learner import Learner
-from chargpt.training.planner import MIXTURE_CHARACTERS, plan
+from chargpt.training.planner import MIXTURE_CHARACTERS, Planner
 from chargpt.training.trainer import Trainer
 
 MAX_MIXTURE_TIME = 0.2  # fraction of the remaining time: if fitting takes longer, no mixture
@@ -57,7 +57,7 @@ def plan_run(
         seconds = deadline.scoring_seconds + mixture_seconds(corpus, deadline.slowdown)
         deadline = replace(deadline, scoring_seconds=seconds)
     trials = Trials(corpus)
-    pace = plan(config, corpus, deadline, fixed_keys, trials)
+    pace = Planner(config, corpus, deadline, fixed_keys, trials).plan()
     token_seconds = trials.measure_scoring()
     seconds = scoring_seconds(deadline, corpus, pace.config, token_seconds)
     pace.deadline = replace(deadline, scoring_seconds=seconds)

@@ -209,62 +209,18 @@ def length_values(
     }
 
 
-def plan(
-    config: Config,
-    corpus: Corpus,
-    deadline: Deadline,
-    fixed_keys: Collection[str],
-    measure: Callable[[Config, float], float],
-) -> Pace:
-    """Choose model size and settings for a run that uses the time until a deadline.
+@dataclass(frozen=True)
+class Planner:
+    """Chooses model size and settings for a run that uses the time until a deadline.
 
-    Args:
+    Attributes:
         config: to start from.
         corpus: the text.
         deadline: of the run; the measurements take time from it too.
         fixed_keys: dotted keys of the settings that stay as they are.
         measure: called with a config and the seconds after which one trial step is enough;
             returns tokens per second.
-
-    Raises:
-        ConfigError: `train.max_steps` is fixed too.
-        OperationError: the fewest useful steps would take more than twice the budget.
     """
-    if "train.max_steps" in fixed_keys:
-        raise ConfigError(
-            "--budget and train.max_steps both say how long to train; drop one of them"
-        )
-    planner = _Planner(config, corpus, deadline, fixed_keys, measure)
-    may_choose = config.model.kind == "gpt" and config.train.from_run is None
-    if size_was_chosen := may_choose and SIZE_KEYS.isdisjoint(fixed_keys):
-        size, config, speed = planner.best_size()
-        # block and batch sizes follow from the length, which is known now
-        resized = planner.config_of_size(size, planner.affordable_tokens(speed))
-        if resized != config:
-            config, speed = resized, planner.measure_speed(resized)
-    else:
-        speed = planner.measure_speed(config)
-    deadline.require(MIN_STEPS * config.tokens_per_step / speed)
-    n_tokens, parameters = planner.affordable_tokens(speed), planner.parameters(config)
-    values = length_values(config, n_tokens, planner.train_tokens, parameters)
-    max_tokens = MAX_EPOCHS * planner.train_tokens
-    step_limit = max(MIN_STEPS, max_tokens // config.tokens_per_step)
-    if n_tokens == max_tokens:
-        logger.warning(EPOCH_LIMIT_NOTE)
-    runs = _fitted()["runs"]
-    largest, longest = (max(run[key] for run in runs) for key in ("parameters", "characters"))
-    if size_was_chosen and (parameters > 1.1 * largest or n_tokens > 1.1 * longest):
-        logger.warning(
-            "the size and the settings are extrapolated from runs of up to "
-            f"{largest / 1e6:.0f}M parameters and {longest / 1e6:.0f}M characters"
-        )
-    config = with_unless_fixed(config, values, fixed_keys)
-    return Pace(deadline, config, speed, size_was_chosen, step_limit)
-
-
-@dataclass(frozen=True)
-class _Planner:
-    """The search for the size with the lowest predicted loss; fields as the arguments of `plan`."""
 
     config: Config
     corpus: Corpus
@@ -272,11 +228,48 @@ class _Planner:
     fixed_keys: Collection[str]
     measure: Callable[[Config, float], float]
 
+    def plan(self) -> Pace:
+        """Return the run of the size with the lowest predicted loss, if the size is free.
+
+        Raises:
+            ConfigError: `train.max_steps` is fixed too.
+            OperationError: the fewest useful steps would take more than twice the budget.
+        """
+        if "train.max_steps" in self.fixed_keys:
+            raise ConfigError(
+                "--budget and train.max_steps both say how long to train; drop one of them"
+            )
+        config = self.config
+        may_choose = config.model.kind == "gpt" and config.train.from_run is None
+        if size_was_chosen := may_choose and SIZE_KEYS.isdisjoint(self.fixed_keys):
+            config, speed = self.best_size()
+        else:
+            speed = self.measure_speed(config)
+        self.deadline.require(MIN_STEPS * config.tokens_per_step / speed)
+        n_tokens, parameters = self.affordable_tokens(speed), self.parameters(config)
+        values = length_values(config, n_tokens, self.train_tokens, parameters)
+        if n_tokens == self.max_tokens:
+            logger.warning(EPOCH_LIMIT_NOTE)
+        runs = _fitted()["runs"]
+        largest, longest = (max(run[key] for run in runs) for key in ("parameters", "characters"))
+        if size_was_chosen and (parameters > 1.1 * largest or n_tokens > 1.1 * longest):
+            logger.warning(
+                "the size and the settings are extrapolated from runs of up to "
+                f"{largest / 1e6:.0f}M parameters and {longest / 1e6:.0f}M characters"
+            )
+        step_limit = max(MIN_STEPS, self.max_tokens // config.tokens_per_step)
+        config = with_unless_fixed(config, values, self.fixed_keys)
+        return Pace(self.deadline, config, speed, size_was_chosen, step_limit)
+
     @property
     def train_tokens(self) -> int:
         return len(self.corpus.split("train"))
 
-    def best_size(self) -> tuple[Size, Config, float]:
+    @property
+    def max_tokens(self) -> int:
+        return MAX_EPOCHS * self.train_tokens
+
+    def best_size(self) -> tuple[Config, float]:
         """Measure sizes, smallest first, while a larger one may have a lower loss.
 
         Before they are measured, sizes are compared at their lowest possible speeds: a model is
@@ -301,7 +294,9 @@ class _Planner:
             if not self.is_better(candidate, candidate_speed, loss):
                 break
             index, config, speed = index + 1 + skipped, candidate, candidate_speed
-        return SIZES[index], config, speed
+        # block and batch sizes follow from the length, which is known now
+        resized = self.config_of_size(SIZES[index], self.affordable_tokens(speed))
+        return (config, speed) if resized == config else (resized, self.measure_speed(resized))
 
     def is_better(self, larger: Config, speed: float, loss: float) -> bool:
         """Return whether the law gives a larger size at this speed a lower loss than `loss`.
@@ -334,7 +329,7 @@ class _Planner:
     def affordable_tokens(self, speed: float) -> float:
         """Return how many tokens can be read in the remaining time, at least 1."""
         readable = INITIAL_FRACTION * self.deadline.remaining * speed
-        return max(1.0, min(readable, MAX_EPOCHS * self.train_tokens))
+        return max(1.0, min(readable, self.max_tokens))
 
     def loss(self, config: Config, speed: float) -> float:
         return predicted_loss(
