@@ -54,13 +54,13 @@ from chargpt.config import load_config
 from chargpt.device import tune_malloc
 from chargpt.models import count_parameters
 from chargpt.text.prepare import load_corpus
-from chargpt.training.planner import SIZES, length_values, size_values
+from chargpt.training.planner import SIZES, config_of_size, length_values
 from chargpt.training.trainer import Trainer
 
 text, size, characters = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 config = load_config("gpt").with_values({"text.path": text, "device": sys.argv[4]})
 corpus = load_corpus(config.text)
-config = config.with_values(size_values(SIZES[size], characters, corpus))
+config = config_of_size(config, SIZES[size], characters, corpus)
 parameters = count_parameters(config.model, corpus.tokenizer.vocab_size)
 train_tokens = len(corpus.split("train"))
 config = config.with_values(length_values(config, characters, train_tokens, parameters))

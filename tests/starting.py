@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from chargpt.config import Config
 from chargpt.inference.baselines import Baselines
@@ -10,7 +11,7 @@ from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
 from chargpt.text.prepare import find_text, prepare
 from chargpt.training.budget import plan_run
-from chargpt.training.deadline import Deadline
+from chargpt.training.deadline import Deadline, Pace
 from chargpt.training.resume import resumed_config
 from chargpt.training.start import Session, start_run
 
@@ -23,6 +24,11 @@ def create_run(
     if deadline is not None:
         config, corpus, pace = plan_run(config, corpus, deadline, frozenset(fixed_keys))
     return start_run(folder, config, corpus, Baselines(corpus), pace=pace)
+
+
+def pace_of(deadline: Deadline, config: Config = Config(), **values: Any) -> Pace:
+    given = {"speed": 1e5, "size_was_chosen": True, "step_limit": 10**9, **values}
+    return Pace(deadline, config, **given)
 
 
 def resume(

@@ -240,7 +240,7 @@ def test_an_error_in_the_last_preparations_leaves_the_run_unlocked(
     out, interrupted = tmp_path / "run", Mock(side_effect=KeyboardInterrupt)
     saved = chargpt.train(verse, settings=TINY, out=out, device="cpu")
     with monkeypatch.context() as patched:
-        patched.setattr("chargpt.training.start.expected_cost", interrupted)
+        patched.setattr("chargpt.training.start.expected_seconds", interrupted)
         with pytest.raises(KeyboardInterrupt) as interrupt:  # its traceback holds what was opened
             chargpt.train(verse, settings=TINY, out=out, device="cpu", start="replace")
     assert chargpt.load_run(out).step == saved.step
@@ -253,7 +253,7 @@ def test_an_error_in_the_last_preparations_leaves_the_run_unlocked(
     "interrupted_call",
     [
         "chargpt.text.prepare._encode",  # while the text is prepared
-        "chargpt.training.start.expected_cost",  # before the run is created
+        "chargpt.training.start.expected_seconds",  # before the run is created
         "chargpt.text.tokenizer.write_atomically",  # within
         "chargpt.training.trainer.Trainer.steps",  # in the session
     ],

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from conftest import Cli, refusal
-from starting import create_run
+from starting import create_run, pace_of
 
+from chargpt.cli.console import short
 from chargpt.cli.loop import StepView, describe_model, run_steps, show_plan
 from chargpt.cli.summary import show_result
 from chargpt.config import Config, ModelConfig, TextConfig, load_config
@@ -16,12 +17,12 @@ from chargpt.device import ThreadTuner
 from chargpt.store.folder import RunFolder
 from chargpt.store.listing import summarize
 from chargpt.store.run import load_run
-from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
-from chargpt.training import budget as budget_module
+from chargpt.training import deadline as deadline_module
 from chargpt.training import trainer as trainer_module
-from chargpt.training.budget import TIMED_TOKENS, Cost, Trials
-from chargpt.training.deadline import RESERVE, Deadline, Pace, Plan, mixture_seconds
+from chargpt.training.budget import TIMED_TOKENS, Trials
+from chargpt.training.deadline import CLOSING_SECONDS, Deadline, Pace, mixture_seconds
+from chargpt.training.planner import Planner
 from chargpt.training.schedule import lr_factor_at
 from chargpt.training.start import Session
 
@@ -44,7 +45,7 @@ def end_after(created: Session, step: int) -> Pace:
     """Let the time of a run end after a step, without re-planning before."""
     trainer = created.trainer
     deadline = Deadline(1e3, 0.0, lambda: 0.0 if trainer.state.step < step else 2e3)
-    created.pace = Pace(deadline)
+    created.pace = pace_of(deadline)
     created.pace.replanned = lambda *_: None  # type: ignore[method-assign]
     return created.pace
 
@@ -120,7 +121,7 @@ def test_a_budget_that_has_run_out_before_the_first_step_still_trains_one(
     verse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     created = create_run(tiny(verse, *STEPS), tmp_path / "run")
-    created.pace = Pace(Deadline(5.0, 0.0, lambda: 100.0))
+    created.pace = pace_of(Deadline(5.0, 0.0, lambda: 100.0))
     run_steps(created)
     assert created.trainer.state.step == 1
     show_result(created)
@@ -137,7 +138,7 @@ def test_threads_that_became_faster_are_used_and_recorded(
     monkeypatch.setattr(trainer_module, "SPEED_SECONDS", 0.0)
     tuner = ThreadTuner(4)
     monkeypatch.setattr(tuner, "update", lambda speed: 3 if speed else None)
-    created.pace = Pace(Deadline.from_budget(1000.0), thread_tuner=tuner)
+    created.pace = pace_of(Deadline.from_budget(1000.0), thread_tuner=tuner)
     run_steps(created)
     assert any("continuing with threads=3" in note for note in notes)
     assert load_config(tmp_path / "run" / "config.yaml").threads == 3
@@ -165,7 +166,7 @@ def test_a_budget_is_met_when_the_step_time_changes(
 
     monkeypatch.setattr(trainer, "train_step", timed_advance)
     deadline = Deadline.from_budget(seconds, 0.0, lambda: clock.now)
-    created.pace, until = Pace(deadline), deadline.remaining
+    created.pace, until = pace_of(deadline), deadline.remaining
     run_steps(created)
     assert 0.9 * until < clock.now <= until < seconds
     assert trainer.finished, "the run stopped before its last step"
@@ -198,7 +199,7 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     scored = sum(min(limit, len(corpus.split(name))) for name in ("train", "val"))
     n_mixture = len(corpus.split("mixture"))
     scored += report_tokens + n_mixture + round(1.3 * min(limit, val))  # the mixture
-    closing = RESERVE.seconds + 1.3 * token_seconds * scored + report_seconds
+    closing = CLOSING_SECONDS + 1.3 * token_seconds * scored + report_seconds
     closing += mixture_seconds(corpus)
     assert created.pace is not None
     assert created.pace.deadline.remaining == pytest.approx(seconds - 10 - closing)
@@ -209,18 +210,18 @@ def test_the_plan_leaves_time_for_the_mixture(
 ) -> None:
     available = []
 
-    def planned(config: Config, corpus: Corpus, deadline: Deadline, *_: object) -> Plan:
-        available.append(deadline.remaining)
-        return Plan(config, 1e5, size_was_chosen=False, step_limit=1000)
+    def planned(self: Planner) -> Pace:
+        available.append(self.deadline.remaining)
+        return pace_of(self.deadline, self.config)
 
-    monkeypatch.setattr(budget_module, "plan", planned)
+    monkeypatch.setattr(Planner, "plan", planned)
     monkeypatch.setattr(Trials, "measure_scoring", lambda self: 1e-6)
     for name, fixed in (("with", ()), ("without", ("text.mixture_characters",))):
         deadline = Deadline.from_budget(10.0, 0.0, lambda: 0.0)
         created = create_run(tiny(verse, *STEPS), tmp_path / name, deadline, fixed)
         assert bool(len(created.trainer.corpus.split("mixture"))) == (name == "with")
     counted = 0.9 * len(verse.read_text(encoding="utf-8")) / 1e6
-    expected = RESERVE.gate_seconds + RESERVE.counting_seconds * counted
+    expected = deadline_module.GATE_SECONDS + deadline_module.COUNTING_SECONDS * counted
     assert available[1] - available[0] == pytest.approx(expected, abs=0.001)
 
 
@@ -230,11 +231,12 @@ def test_speeds_are_in_characters_and_models_by_their_kind(
     corpus = load_corpus(TextConfig(min_count=300), text="sea é light è\n" * 200)
     assert corpus.characters_per_token < 0.9
     trainer = trainer_module.Trainer(load_config("bigram"), corpus)
-    planned = Plan(Config(), 1e6, size_was_chosen=True, step_limit=9)
-    cost, pace = Cost(1, 1, 1, 1.0, 1, 1.0), Pace(Deadline.from_budget(10.0), planned)
-    show_plan(Session(trainer, RunFolder(Path("run")), None, cost, pace))
-    expected = f"{1e6 * corpus.characters_per_token:,.0f} characters/s"
-    assert expected in capfd.readouterr().err
+    pace = pace_of(Deadline.from_budget(10.0), speed=1e6)
+    show_plan(Session(trainer, RunFolder(Path("run")), None, 1.0, pace))
+    shown = " ".join(capfd.readouterr().err.split())
+    assert f"{1e6 * corpus.characters_per_token:,.0f} characters/s" in shown
+    assert f"{trainer.model.num_parameters():,} parameters" in shown
+    assert f"= {short(round(650 * 8192 * corpus.characters_per_token))} characters (" in shown
     report = trainer_module.StepReport(50, 100)
     trainer.speed_since = 0, time.perf_counter() - 1000
     trainer._measure_speed(report)

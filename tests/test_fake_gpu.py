@@ -232,7 +232,7 @@ def test_a_slow_first_trial_does_not_use_up_the_fraction_of_time_for_trials(
     deadline = Deadline.from_budget(60.0, 0.0, lambda: now[0])
     long = replace(corpus, tokens=np.broadcast_to(np.uint8(0), (10**9,)))
     config = load_config("gpt").with_values({"device": "mps"})
-    planned = planner.plan(config, long, deadline, (), speed)
+    planned = planner.Planner(config, long, deadline, (), speed).plan()
     assert planned.config.model.n_embd > planner.SIZES[0].n_embd
 
 

@@ -32,7 +32,7 @@ from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.budget import with_mixture_split
-from chargpt.training.deadline import RESERVE, Deadline, mixture_seconds
+from chargpt.training.deadline import COUNTING_SECONDS, GATE_SECONDS, Deadline, mixture_seconds
 from chargpt.training.mixing import fit_mixture
 
 pytest_plugins = ["shared_runs"]
@@ -376,8 +376,8 @@ def test_a_budget_with_too_little_time_or_text_has_no_mixture(
 
     corpus = load_corpus(TextConfig(path=str(verse)))
     seconds = mixture_seconds(corpus)
-    counted = RESERVE.counting_seconds * len(corpus.split("train")) / 1e6
-    assert seconds == pytest.approx(RESERVE.gate_seconds + counted)
+    counted = COUNTING_SECONDS * len(corpus.split("train")) / 1e6
+    assert seconds == pytest.approx(GATE_SECONDS + counted)
     least = seconds / 0.2
     assert mixture_characters(corpus, 1.01 * least)
     assert not notes

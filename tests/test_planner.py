@@ -14,7 +14,7 @@ import torch
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
-from starting import create_run
+from starting import create_run, pace_of
 
 from chargpt.config import Config, TextConfig, load_config, parse_override
 from chargpt.distributed import RankGroup
@@ -30,20 +30,18 @@ from chargpt.training.deadline import (
     MIN_STEPS,
     Deadline,
     Pace,
-    Plan,
     next_replan_step,
     parse_duration,
     replanned_config,
-    replanning_note,
 )
 from chargpt.training.learner import Learner, training_bytes
 from chargpt.training.planner import (
-    RECIPE,
     SIZES,
+    USABLE_MEMORY,
+    Planner,
+    config_of_size,
     length_values,
-    plan,
     predicted_loss,
-    size_values,
     unique_token_equivalents,
 )
 from chargpt.training.request import Request
@@ -89,9 +87,9 @@ def choose(
     corpus: Corpus,
     time_left: float,
     machine: Machine | None = None,
-) -> Plan:
+) -> Pace:
     machine = machine or Machine(corpus.tokenizer.vocab_size)
-    return plan(config, corpus, fixed_deadline(time_left), fixed, machine)
+    return Planner(config, corpus, fixed_deadline(time_left), fixed, machine).plan()
 
 
 @pytest.mark.parametrize(
@@ -194,8 +192,9 @@ def test_the_number_of_epochs_is_limited(corpus: Corpus, notes: list[str]) -> No
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 16, 64])
 def test_a_planned_batch_divides_into_micro_batches(micro_batches: int, corpus: Corpus) -> None:
-    batch_size = size_values(SIZES[0], 1e6, corpus, micro_batches)["train.batch_size"]
-    assert batch_size == {1: 8, 3: 6, 16: 16, 64: 64}[micro_batches]
+    given = {"train.micro_batches": micro_batches, "train.batch_size": micro_batches}
+    config = config_of_size(Config().with_values(given), SIZES[0], 1e6, corpus)
+    assert config.train.batch_size == {1: 8, 3: 6, 16: 16, 64: 64}[micro_batches]
 
 
 @pytest.mark.parametrize("length", [9_000, 93_000, 1_000_000])
@@ -248,7 +247,7 @@ def test_models_that_do_not_fit_into_the_memory_are_not_tried(
     assert SIZES[0].n_embd < chosen.model.n_embd < SIZES[-1].n_embd
     for config in (*machine.measured, chosen):
         used = training_bytes(config, corpus.tokenizer.vocab_size, config.train.batch_size)
-        assert used <= limit * RECIPE.usable_memory
+        assert used <= limit * USABLE_MEMORY
     accumulating = Config().with_values({"train.micro_batches": 16})
     larger = choose(accumulating, ("train.micro_batches",), long, 10**7).config
     assert larger.model.n_embd > chosen.model.n_embd  # a micro-batch takes less
@@ -446,7 +445,7 @@ def test_a_slow_start_tells_how_busy_the_machine_is(
 
 def test_a_budget_reserves_more_for_its_end_when_validation_gets_slower() -> None:
     deadline = replace(deadline_of(100.0, [0.0]), scoring_seconds=4.0)
-    pace, before = Pace(deadline, validation_seconds=1.0), deadline.remaining
+    pace, before = pace_of(deadline, validation_seconds=1.0), deadline.remaining
     pace.observe_validation(0.5)
     assert pace.deadline.remaining == before
     for _ in range(2):
@@ -468,24 +467,10 @@ def test_a_command_that_took_longer_than_announced_says_so() -> None:
     assert "14 s instead of 13 s" in str(replace(deadline, extension=2.3).late_note())
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        (182, 150, "re-planned: 182 -> 150 steps: training is slower than measured before"),
-        (182, 400, "re-planned: 182 -> 400 steps: training is faster than measured before"),
-        (182, 174, None),
-        (20, 29, None),  # of a very short run
-        (53, 38, "re-planned: 53 -> 38 steps: training is slower than measured before"),
-    ],
-)
-def test_a_changed_number_of_steps_is_noted(old: int, new: int, expected: str | None) -> None:
-    assert replanning_note(old, new) == expected
-
-
 def started(deadline: Deadline, **values: object) -> tuple[Pace, Config]:
     """Return a pace that has begun to measure a run with these settings."""
     config = Config().with_values(values)
-    pace = Pace(deadline)
+    pace = pace_of(deadline)
     pace.start(config, 0)
     return pace, config
 
@@ -519,7 +504,7 @@ def test_a_model_that_is_too_large_for_its_budget_is_rejected_after_one_step(
     config = config.with_values({"threads": 1, "dtype": "float32"})
     deadline = deadline_of(10.0, now)
     with pytest.raises(OperationError, match=r"too short for 20 steps.*give --budget \d+s$"):
-        plan(config, corpus, deadline, {"model.n_embd"}, Trials(corpus))
+        Planner(config, corpus, deadline, {"model.n_embd"}, Trials(corpus)).plan()
     assert counted == [0]
 
 
@@ -543,15 +528,26 @@ def test_after_a_rollback_the_step_time_is_measured_anew(monkeypatch: pytest.Mon
     assert 860 < config.train.max_steps < 910
 
 
-def test_small_changes_of_the_number_of_steps_are_noted_when_they_add_up(
-    monkeypatch: pytest.MonkeyPatch, notes: list[str]
+@pytest.mark.parametrize(
+    ("planned", "expected"),
+    [
+        ([182, 150], "182 -> 150 steps: training is slower than measured before"),
+        ([182, 400], "182 -> 400 steps: training is faster than measured before"),
+        ([182, 174], ""),
+        ([20, 29], ""),  # of a very short run
+        ([53, 38], "53 -> 38 steps: training is slower than measured before"),
+        ([1000, 960, 930, 900], "1,000 -> 900 steps: training is slower than measured before"),
+    ],
+)
+def test_large_changes_of_the_number_of_steps_are_noted_and_small_ones_that_add_up(
+    planned: list[int], expected: str, monkeypatch: pytest.MonkeyPatch, notes: list[str]
 ) -> None:
-    pace, config = started(Deadline.from_budget(100.0), **{"train.max_steps": 1000})
-    for new in (960, 930, 900):
+    pace, config = started(Deadline.from_budget(100.0), **{"train.max_steps": planned[0]})
+    for new in planned[1:]:
         changed = config.with_values({"train.max_steps": new})
         monkeypatch.setattr(pace, "replanned", lambda *_, changed=changed: changed)
         config = pace.adjusted(config, 500, 0.0)
-    assert notes == ["re-planned: 1,000 -> 900 steps: training is slower than measured before"]
+    assert "; ".join(notes) == (expected and f"re-planned: {expected}")
 
 
 @pytest.mark.parametrize(
@@ -577,8 +573,7 @@ def test_a_plan_that_other_runs_have_delayed_is_trained_for_the_fewest_steps(
     notes: list[str],
 ) -> None:
     now, config = [0.0], Config().with_values({"train.max_steps": 500})
-    planned = Plan(config, config.tokens_per_step / 0.1, size_was_chosen=True, step_limit=1000)
-    pace = Pace(deadline_of(6.0, now), planned)
+    pace = pace_of(deadline_of(6.0, now), config, speed=config.tokens_per_step / 0.1)
     now[0] = 30.0
     fitted, seconds = pace.fit_plan()
     assert fitted.train.max_steps == MIN_STEPS

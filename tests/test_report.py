@@ -37,7 +37,6 @@ from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run, load_run
 from chargpt.text.describe import SplitDifference
 from chargpt.text.display import display_text
-from chargpt.training.deadline import Reserve
 
 TINY = (
     "-s train.max_steps=6 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
@@ -197,7 +196,7 @@ def test_a_long_training_writes_its_report(
     brief = cli("train", verse, *TINY, "--out", "brief")
     assert "chargpt report brief" in brief.stdout
     assert not Path("brief/report.html").exists()
-    monkeypatch.setattr(summary, "RESERVE", Reserve(min_report_budget=0))
+    monkeypatch.setattr(summary, "MIN_REPORT_BUDGET", 0)
     long = cli("train", verse, *TINY, "--out", "long")
     assert "report: long/report.html" in long.stdout
     assert Path("long/report.html").exists()
@@ -208,7 +207,7 @@ def test_a_long_training_writes_its_report(
 def test_a_failed_report_does_not_fail_the_training(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(summary, "RESERVE", Reserve(min_report_budget=0))
+    monkeypatch.setattr(summary, "MIN_REPORT_BUDGET", 0)
 
     monkeypatch.setattr("chargpt.files.write_atomically", failing(errno.ENOSPC))
     done = cli("train", verse, *TINY, "--out", "mine")

@@ -17,6 +17,7 @@ from chargpt.errors import Stopped
 from chargpt.inference.baselines import NGRAM
 from chargpt.text.display import display_char
 from chargpt.text.documents import RECORD_SEPARATOR
+from chargpt.training.learner import training_bytes
 from chargpt.training.start import Session
 from chargpt.training.trainer import StepReport
 
@@ -26,13 +27,12 @@ MIN_SPARKLINE_COLUMNS = 100  # of the terminal
 
 def show_plan(session: Session) -> None:
     """Print what is about to be trained, for how long, on what, and what a budget has chosen."""
-    trainer, cost = session.trainer, session.cost
-    config, corpus = trainer.config, trainer.corpus
-    if session.pace is not None and (plan := session.pace.plan) is not None:
-        is_chosen = plan.size_was_chosen
+    trainer, config, corpus = session.trainer, session.trainer.config, session.trainer.corpus
+    if (pace := session.pace) is not None:
+        is_chosen = pace.size_was_chosen
         reason = "size with the lowest predicted loss" if is_chosen else "the model size is given"
-        seconds = console.duration(session.pace.deadline.seconds)
-        speed = plan.speed * corpus.characters_per_token
+        seconds = console.duration(pace.deadline.seconds)
+        speed = pace.speed * corpus.characters_per_token
         console.say(f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}")
     rare, documents, threads = "", "", ""
     if corpus.rare_count:
@@ -48,17 +48,21 @@ def show_plan(session: Session) -> None:
         n_threads = torch.get_num_threads()
         threads = f"{n_threads} of {max(n_threads, default_threads())} threads"
     ranks = f" x {trainer.group.world_size} processes" if trainer.group.world_size > 1 else ""
+    n_steps = config.train.max_steps - trainer.state.step
+    n_tokens = n_steps * config.tokens_per_step
+    n_characters = round(n_tokens * corpus.characters_per_token)
+    n_bytes = training_bytes(config, corpus.tokenizer.vocab_size, trainer.learner.micro_batch_size)
     console.say(
         f"text    {corpus.name}: {documents}{console.characters(corpus.n_characters)} ({lengths})\n"
         f"vocab   {corpus.tokenizer.describe()}{rare}\n"
-        f"model   {describe_model(config.model)}, {cost.parameters:,} parameters\n"
+        f"model   {describe_model(config.model)}, {trainer.model.num_parameters():,} parameters\n"
         f"device  {trainer.device.type}{ranks}{in_brackets(trainer.device_reason, threads)}, "
         f"{config.dtype}{in_brackets(trainer.dtype_reason)}\n"
-        f"plan    {cost.steps:,} steps x {config.train.batch_size} sequences x "
-        f"{config.model.block_size} tokens = {console.short(cost.characters)} characters "
-        f"({console.short(cost.epochs)} epochs)\n"
-        f"needs   about {console.size(cost.memory_bytes)} for model and batches, and "
-        f"{console.duration(cost.seconds)}",
+        f"plan    {n_steps:,} steps x {config.train.batch_size} sequences x "
+        f"{config.model.block_size} tokens = {console.short(n_characters)} characters "
+        f"({console.short(n_tokens / len(corpus.split('train')))} epochs)\n"
+        f"needs   about {console.size(n_bytes)} for model and batches, and "
+        f"{console.duration(session.expected_seconds)}",
         hanging=LABEL * " ",
     )
 

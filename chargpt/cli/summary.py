@@ -11,7 +11,7 @@ from chargpt.errors import ChargptError, Stopped
 from chargpt.files import exists
 from chargpt.store.folder import MIXTURE_FILE
 from chargpt.store.run import Run, load_run
-from chargpt.training.deadline import RESERVE
+from chargpt.training.deadline import MIN_REPORT_BUDGET
 from chargpt.training.finetune import forgetting
 from chargpt.training.mixing import try_add_mixture
 from chargpt.training.start import Session
@@ -45,7 +45,7 @@ def _show_result(session: Session, *, json_: bool) -> None:
         if forgotten is not None:
             sentences.append(forgotten.describe(session.base_run))
     sentences += describe_resumption(session)
-    has_report = state.seconds >= RESERVE.min_report_budget
+    has_report = state.seconds >= MIN_REPORT_BUDGET
     if session.pace is not None:
         has_report = session.pace.deadline.has_report
     if json_:

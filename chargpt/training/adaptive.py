@@ -97,19 +97,14 @@ class AdaptiveDecoder:
         self.history = np.hstack((self.history, np.stack(self.columns, axis=1)))
         self.columns.clear()
         self.mixture.learn(self.history)
-        return self._prefill()
-
-    @torch.inference_mode()
-    def _prefill(self) -> npt.NDArray[np.float32]:
-        """Fill a new cache with half a block; return the logits after it, (L, V).
-
-        The cache is full just before the mixture learns again: the context is that of `learn`.
-        """
+        # a new cache, filled with half a block, is full just before the mixture learns again: the
+        # context is that of `learn`
         model = self.mixture.model
         rows = self.mixture.window(self.history, model.block_size - self.mixture.stride + 1)
         self.decoder = ModelDecoder(model, len(rows))
         self.decoder.cache.tokens = rows[:, : model.lookback]
-        logits = model(rows[:, model.lookback :], self.decoder.cache)
+        with torch.inference_mode():
+            logits = model(rows[:, model.lookback :], self.decoder.cache)
         last: npt.NDArray[np.float32] = logits[:, -1].cpu().numpy()
         return last
 

@@ -1,11 +1,11 @@
-"""What a run costs, from a few measured steps, and its plan for a time budget.
+"""The time of a run, from a few measured steps, and its plan for a time budget.
 
 `planner.py` chooses; here are the threads, the mixture split and the trials.
 """
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,9 +14,9 @@ from chargpt.device import ThreadTuner, choose_device, default_threads, measure_
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.log import logger
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, MIN_MIXTURE_CHARACTERS, Corpus
-from chargpt.training.deadline import Deadline, Pace, mixture_seconds, scoring_seconds
-from chargpt.training.learner import Learner, training_bytes
-from chargpt.training.planner import RECIPE, plan
+from chargpt.training.deadline import MIN_STEPS, Deadline, Pace, mixture_seconds, scoring_seconds
+from chargpt.training.learner import Learner
+from chargpt.training.planner import MIXTURE_CHARACTERS, Planner
 from chargpt.training.trainer import Trainer
 
 MAX_MIXTURE_TIME = 0.2  # fraction of the remaining time: if fitting takes longer, no mixture
@@ -57,20 +57,17 @@ def plan_run(
         seconds = deadline.scoring_seconds + mixture_seconds(corpus, deadline.slowdown)
         deadline = replace(deadline, scoring_seconds=seconds)
     trials = Trials(corpus)
-    planned = plan(config, corpus, deadline, fixed_keys, trials)
+    pace = Planner(config, corpus, deadline, fixed_keys, trials).plan()
     token_seconds = trials.measure_scoring()
-    seconds = scoring_seconds(deadline, corpus, planned.config, token_seconds)
-    n_scored = min(planned.config.train.evaluation_tokens, len(corpus.split("val")))
-    threads_are_measured = config.threads is not None and "threads" not in fixed_keys
-    pace = Pace(
-        replace(deadline, scoring_seconds=seconds),
-        planned,
-        validation_seconds=token_seconds * n_scored,
-        thread_tuner=ThreadTuner(default_threads()) if threads_are_measured else None,
-    )
+    seconds = scoring_seconds(deadline, corpus, pace.config, token_seconds)
+    pace.deadline = replace(deadline, scoring_seconds=seconds)
+    n_scored = min(pace.config.train.evaluation_tokens, len(corpus.split("val")))
+    pace.validation_seconds = token_seconds * n_scored
+    if config.threads is not None and "threads" not in fixed_keys:
+        pace.thread_tuner = ThreadTuner(default_threads())
     # before anything is trained: when a comparison comes to this run, others may have taken longer
-    pace.deadline.require(sum(pace.fewest_steps_seconds()))
-    return planned.config, corpus, pace
+    pace.deadline.require(pace.seconds_of(MIN_STEPS))
+    return pace.config, corpus, pace
 
 
 def with_mixture_split(
@@ -85,7 +82,7 @@ def with_mixture_split(
     if key in fixed_keys or config.model.kind != "gpt":
         return config
     seconds, remaining = mixture_seconds(corpus, deadline.slowdown), deadline.remaining
-    with_split = corpus.with_settings(mixture_characters=RECIPE.mixture_characters)
+    with_split = corpus.with_settings(mixture_characters=MIXTURE_CHARACTERS)
     max_fraction = 2 * MAX_MIXTURE_FRACTION  # of a split that ends with a whole document
     is_short = MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_MIXTURE_CHARACTERS
     if is_short or len(with_split.split("mixture")) > max_fraction * len(corpus.tokens):
@@ -96,7 +93,7 @@ def with_mixture_split(
             f"{max(0.0, remaining):.1f} s that are left; give a longer --budget"
         )
     else:
-        return config.with_values({key: RECIPE.mixture_characters})
+        return config.with_values({key: MIXTURE_CHARACTERS})
     logger.warning(f"without a mixture: {cause}")
     return config
 
@@ -137,42 +134,18 @@ class Trials:
         return per_character * self.corpus.characters_per_token
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Expected cost of the remaining steps of a run."""
+def expected_seconds(trainer: Trainer) -> float:
+    """Return the expected time of a run's remaining steps, validation included.
 
-    parameters: int  # of the model
-    steps: int
-    characters: int  # that the steps read
-    epochs: float  # the same in passes over the training split
-    memory_bytes: int
-    seconds: float  # including validation
-
-
-def expected_cost(trainer: Trainer, seconds: float | None = None) -> Cost:
-    """Return the expected cost of a run from its present step on.
-
-    `seconds` are expected, if known; otherwise they follow from a few trial steps, which change
-    nothing.
+    It follows from a few trial steps, which change nothing.
     """
-    config, learner, corpus = trainer.config, trainer.learner, trainer.corpus
-    n_steps = config.train.max_steps - trainer.state.step
-    n_tokens = n_steps * config.tokens_per_step
-    if seconds is None:
-        step_seconds = UPDATE_OVERHEAD * measure_step_seconds(learner, 2, update=False)
-        scored = min(config.train.evaluation_tokens, len(corpus.split("val")))
-        # a forward pass takes about a third of a step, and rank 0 evaluates alone
-        evaluation = step_seconds * scored / config.tokens_per_step / 3 * trainer.group.world_size
-        n_evaluations = n_steps // config.train.evaluate_every + 2
-        seconds = n_steps * step_seconds + n_evaluations * evaluation
-    return Cost(
-        parameters=trainer.model.num_parameters(),
-        steps=n_steps,
-        characters=round(n_tokens * corpus.characters_per_token),
-        epochs=n_tokens / len(corpus.split("train")),
-        memory_bytes=training_bytes(config, corpus.tokenizer.vocab_size, learner.micro_batch_size),
-        seconds=seconds,
-    )
+    train, tokens_per_step = trainer.config.train, trainer.config.tokens_per_step
+    n_steps = train.max_steps - trainer.state.step
+    step_seconds = UPDATE_OVERHEAD * measure_step_seconds(trainer.learner, 2, update=False)
+    scored = min(train.evaluation_tokens, len(trainer.corpus.split("val")))
+    # a forward pass takes about a third of a step, and rank 0 evaluates alone
+    evaluation = step_seconds * scored / tokens_per_step / 3 * trainer.group.world_size
+    return n_steps * step_seconds + (n_steps // train.evaluate_every + 2) * evaluation
 
 
 def measure_step_seconds(

@@ -8,6 +8,7 @@ budget.
 
 import math
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,22 +40,16 @@ MIN_VALIDATION_SECONDS = 0.1  # shorter ones say little about the speed of scori
 NOTED_CHANGE, NOTED_STEPS = 0.1, 10
 
 
-@dataclass(frozen=True)
-class Reserve:
-    """Time that a budget keeps for the work after the last step."""
-
-    seconds: float = 0.75  # preparing the results table, and the exit of the process
-    fraction: float = 0.04  # of the budget, for scoring, until the time of scoring is measured
-    min_report_budget: float = 120  # seconds: shortest budget that ends with a report page
-    report_seconds: float = 2  # of a report page, without its scoring
-    report_tokens: int = 40_000  # that a report page scores
-    gate_seconds: float = 0.35  # of fitting a mixture's gate
-    counting_seconds: float = 0.5  # of counting the n-grams of a mixture, per million tokens
-    margin: float = 1.3  # factor on the measured time of scoring
-    mixture_slowdown: float = 1.3  # time of scoring with a mixture, relative to its GPT
-
-
-RESERVE = Reserve()
+# time that a budget keeps for the work after the last step, in seconds
+CLOSING_SECONDS = 0.75  # preparing the results table, and the exit of the process
+SCORING_FRACTION = 0.04  # of the budget, for scoring, until the time of scoring is measured
+SCORING_MARGIN = 1.3  # factor on the measured time of scoring
+MIXTURE_SLOWDOWN = 1.3  # time of scoring with a mixture, relative to its GPT
+GATE_SECONDS = 0.35  # of fitting a mixture's gate
+COUNTING_SECONDS = 0.5  # of counting the n-grams of a mixture, per million tokens
+MIN_REPORT_BUDGET = 120  # shortest budget that ends with a report page
+REPORT_SECONDS = 2  # of a report page, without its scoring
+REPORT_TOKENS = 40_000  # that a report page scores
 
 
 def parse_duration(duration: str | float) -> float:
@@ -107,18 +102,18 @@ class Deadline:
         started = clock() if started is None else started
         # start-up uses one core: beside busy processes it takes longer than its CPU time
         slowdown = max(1.0, (clock() - started) / time.process_time())
-        return cls(seconds, started, clock, slowdown, scoring_seconds=RESERVE.fraction * seconds)
+        return cls(seconds, started, clock, slowdown, scoring_seconds=SCORING_FRACTION * seconds)
 
     @property
     def has_report(self) -> bool:
         """Whether the run ends with a report page."""
-        return self.seconds >= RESERVE.min_report_budget
+        return self.seconds >= MIN_REPORT_BUDGET
 
     @property
     def remaining(self) -> float:
         """Seconds until the last training step has to be done."""
-        closing = RESERVE.seconds * self.slowdown + self.scoring_seconds
-        closing += RESERVE.report_seconds if self.has_report else 0
+        closing = CLOSING_SECONDS * self.slowdown + self.scoring_seconds
+        closing += REPORT_SECONDS if self.has_report else 0
         return self.seconds + self.extension - closing - (self.clock() - self.started)
 
     def is_over(self, step: int) -> bool:
@@ -168,7 +163,7 @@ class Deadline:
 def mixture_seconds(corpus: Corpus, slowdown: float = 1.0) -> float:
     """Return the expected time of counting the n-grams of a mixture and of fitting its gate."""
     counted = min(len(corpus.split("train")), MAX_TOKENS)
-    return slowdown * (RESERVE.gate_seconds + RESERVE.counting_seconds * counted / 1e6)
+    return slowdown * (GATE_SECONDS + COUNTING_SECONDS * counted / 1e6)
 
 
 def scoring_seconds(
@@ -176,90 +171,45 @@ def scoring_seconds(
 ) -> float:
     """Return the time of the closing work that scores text, from the measured time of a token."""
     max_tokens = config.train.evaluation_tokens
-    splits = [corpus.split(split) for split in REQUIRED_SPLITS]
-    n_scored = sum(min(max_tokens, len(tokens)) for tokens in splits)
-    n_scored += RESERVE.report_tokens if deadline.has_report else 0
-    n_mixture = len(corpus.split("mixture"))
-    if n_mixture:  # a mixture is fitted to it and scored
-        n_scored += n_mixture
-        n_scored += round(RESERVE.mixture_slowdown * min(max_tokens, len(splits[-1])))
+    n_train, n_val = (min(max_tokens, len(corpus.split(name))) for name in REQUIRED_SPLITS)
+    n_scored, fitting = n_train + n_val, 0.0
+    if deadline.has_report:
+        n_scored += REPORT_TOKENS
+    if n_mixture := len(corpus.split("mixture")):  # a mixture is fitted to it and scored
+        n_scored += n_mixture + round(MIXTURE_SLOWDOWN * n_val)
+        fitting = mixture_seconds(corpus, deadline.slowdown)
     if config.train.from_run is not None:  # the text of that run is scored before and after
         n_scored += 2 * max_tokens
-    fitting = mixture_seconds(corpus, deadline.slowdown) if n_mixture else 0.0
-    return RESERVE.margin * seconds_per_token * n_scored + fitting
+    return SCORING_MARGIN * seconds_per_token * n_scored + fitting
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A planned run.
+@dataclass
+class Pace:
+    """A planned run that keeps to a deadline: its number of steps and threads follow its speed.
 
     Attributes:
-        config: of the run; it repeats the run without a budget.
+        deadline: of the run.
+        config: as planned; it repeats the run without a budget.
         speed: measured, in tokens per second.
         size_was_chosen: whether the model's size was.
         step_limit: number of steps beyond which training would only over-fit.
-    """
-
-    config: Config
-    speed: float
-    size_was_chosen: bool
-    step_limit: int
-
-    @property
-    def step_seconds(self) -> float:
-        """Measured time of a step."""
-        return self.config.tokens_per_step / self.speed
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Steps whose speed is measured, from a step on until re-planning is due.
-
-    Re-planning is due after `end` steps, or when as little time remains as was planned to remain
-    then: a slower machine reaches the time first. None: it is not due any more.
-    """
-
-    step: int  # at which the measurement begins
-    time: float  # by the deadline's clock
-    end: int | None
-    end_remaining: float  # seconds
-
-    @classmethod
-    def begin(cls, config: Config, step: int, deadline: Deadline) -> "Stretch":
-        """Return the stretch that begins now, after `step` steps."""
-        end = next_replan_step(config, step)
-        max_steps, remaining = config.train.max_steps, deadline.remaining
-        fraction = 0.0 if end is None else (max_steps - end) / (max_steps - step)
-        return cls(max(1, step), deadline.clock(), end, fraction * remaining)
-
-
-class Pace:
-    """Stops a run at its deadline and adjusts its number of steps and threads to its speed.
-
-    Args:
-        deadline: of the run.
-        plan: of the run; None: its number of steps has no limit.
         validation_seconds: expected of one validation.
         thread_tuner: None leaves the number of threads as it is.
     """
 
-    def __init__(
-        self,
-        deadline: Deadline,
-        plan: Plan | None = None,
-        *,
-        validation_seconds: float = 0.0,
-        thread_tuner: ThreadTuner | None = None,
-    ) -> None:
-        self.deadline, self.plan = deadline, plan
-        self.step_limit = None if plan is None else plan.step_limit
-        self.validation_seconds, self.thread_tuner = validation_seconds, thread_tuner
+    deadline: Deadline
+    config: Config
+    speed: float
+    size_was_chosen: bool
+    step_limit: int
+    validation_seconds: float = 0.0
+    thread_tuner: ThreadTuner | None = None
 
-    def fewest_steps_seconds(self) -> tuple[float, float]:
-        """Return the expected time of the fewest useful planned steps, and of their validations."""
-        assert self.plan is not None
-        n_validations = math.ceil(MIN_STEPS / self.plan.config.train.evaluate_every) + 1
-        return MIN_STEPS * self.plan.step_seconds, n_validations * self.validation_seconds
+    def seconds_of(self, n_steps: float) -> float:
+        """Return the expected time of steps, with the validations during the fewest useful ones."""
+        n_validations = math.ceil(MIN_STEPS / self.config.train.evaluate_every) + 1
+        step_seconds = self.config.tokens_per_step / self.speed
+        return n_steps * step_seconds + n_validations * self.validation_seconds
 
     def fit_plan(self) -> tuple[Config, float]:
         """Return the planned config and the expected seconds of its steps.
@@ -267,21 +217,31 @@ class Pace:
         A deadline that is too near for the fewest useful steps is moved, which is logged, and the
         config has so many.
         """
-        assert self.plan is not None
-        config, step_seconds = self.plan.config, self.plan.step_seconds
-        steps, validations = self.fewest_steps_seconds()
-        self.deadline = self.deadline.extended_for(steps + validations)
+        self.deadline = self.deadline.extended_for(self.seconds_of(MIN_STEPS))
+        config = self.config
         if self.deadline.extension:
-            remaining = self.deadline.remaining - validations
-            config = replanned_config(config, 0, step_seconds, remaining)
-        planned_seconds = config.train.max_steps * step_seconds / INITIAL_FRACTION
-        return config, min(self.deadline.remaining, planned_seconds + validations)
+            config = with_max_steps(config, 0, MIN_STEPS)
+        seconds = self.seconds_of(config.train.max_steps / INITIAL_FRACTION)
+        return config, min(self.deadline.remaining, seconds)
 
     def start(self, config: Config, step: int) -> None:
         """Begin to measure steps; call it before the first one, after `step` steps."""
-        self.stretch = Stretch.begin(config, step, self.deadline)
         self.noted_steps = config.train.max_steps  # in the last note to the user
         self.last_step = step
+        self._start_measuring(config, step)
+
+    def _start_measuring(self, config: Config, step: int) -> None:
+        """Measure the step time from now on, until the next re-planning.
+
+        It is due after `replan_step` steps, or when as little time remains as was planned to remain
+        then: a slower machine reaches the time first.
+        """
+        max_steps, remaining = config.train.max_steps, self.deadline.remaining
+        self.measured_from = step, self.deadline.clock()
+        self.replan_step = next_replan_step(config, step)
+        if self.replan_step is not None:
+            fraction = (max_steps - self.replan_step) / (max_steps - step)
+            self.replan_remaining = fraction * remaining
 
     def observe_validation(self, seconds: float) -> None:
         """Reserve more time for scoring at the end if a validation took longer than before."""
@@ -292,13 +252,19 @@ class Pace:
             self.validation_seconds = seconds
 
     def adjusted(self, config: Config, step: int, speed: float) -> Config:
-        """Return the config to continue with after `step` steps at a speed in characters/s."""
-        if (replanned := self.replanned(config, step)) is not None:
-            config, max_steps = replanned, replanned.train.max_steps
-            note = replanning_note(self.noted_steps, max_steps, self.step_limit)
-            if note is not None:
-                logger.warning(note)
-                self.noted_steps = max_steps
+        """Return the config to continue with after `step` steps at a speed in characters/s.
+
+        Changes of the number of steps since the last note are noted when they are large.
+        """
+        replanned = self.replanned(config, step)
+        if replanned is not None:
+            config, old, new = replanned, self.noted_steps, replanned.train.max_steps
+            if abs(new - old) >= max(NOTED_STEPS, NOTED_CHANGE * old):
+                cause = f"training is {'slower' if new < old else 'faster'} than measured before"
+                if new == self.step_limit:
+                    cause = EPOCH_LIMIT_NOTE
+                logger.warning(f"re-planned: {old:,} -> {new:,} steps: {cause}")
+                self.noted_steps = new
         threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None
         if threads is not None:
             logger.warning(f"continuing with threads={threads}, measured as faster now")
@@ -310,23 +276,23 @@ class Pace:
         now, remaining = self.deadline.clock(), self.deadline.remaining
         # step 1 is a slow one, and a rollback repeats steps
         if step == 1 or step < self.last_step:
-            self.stretch = replace(self.stretch, step=step, time=now)
+            self.measured_from = step, now
         self.last_step = step
-        stretch = self.stretch
-        if stretch.end is None or step <= stretch.step:
+        first, since = self.measured_from
+        if self.replan_step is None or step <= first:
             return None
-        if step < stretch.end and remaining >= stretch.end_remaining:
+        if step < self.replan_step and remaining >= self.replan_remaining:
             return None
-        step_seconds = (now - stretch.time) / (step - stretch.step)
+        step_seconds = (now - since) / (step - first)
         # an extended budget ends early where it can, instead of training more steps
         seconds = remaining - self.deadline.extension
         config = replanned_config(config, step, step_seconds, seconds, self.step_limit)
-        self.stretch = Stretch.begin(config, step, self.deadline)
+        self._start_measuring(config, step)
         return config
 
 
 def replanned_config(
-    config: Config, step: int, step_seconds: float, seconds: float, step_limit: int | None = None
+    config: Config, step: int, step_seconds: float, seconds: float, step_limit: int = sys.maxsize
 ) -> Config:
     """Return the config with as many steps after `step` as the remaining time allows.
 
@@ -338,9 +304,8 @@ def replanned_config(
         step_limit: of the number of all steps, however much time remains.
     """
     fewest = min(MIN_STEPS, config.train.max_steps) - step
-    n_steps = max(1, fewest, int(REPLANNED_FRACTION * seconds / step_seconds))
-    if step_limit is not None:
-        n_steps = min(n_steps, max(1, step_limit - step))
+    affordable = int(REPLANNED_FRACTION * seconds / step_seconds)
+    n_steps = max(1, min(max(fewest, affordable), step_limit - step))
     return with_max_steps(config, step, step + n_steps)
 
 
@@ -359,19 +324,6 @@ def with_max_steps(config: Config, step: int, max_steps: int) -> Config:
         point = (step - 1, config.train.max_steps)
         values["schedule.decay_points"] = (*schedule.decay_points, point)
     return config.with_values(values)
-
-
-def replanning_note(old: int, new: int, step_limit: int | None = None) -> str | None:
-    """Return a sentence about a large change of the number of steps since the last note.
-
-    `step_limit` is that of `replanned_config`.
-    """
-    if abs(new - old) < max(NOTED_STEPS, NOTED_CHANGE * old):
-        return None
-    cause = f"training is {'slower' if new < old else 'faster'} than measured before"
-    if new == step_limit:
-        cause = EPOCH_LIMIT_NOTE
-    return f"re-planned: {old:,} -> {new:,} steps: {cause}"
 
 
 def next_replan_step(config: Config, step: int) -> int | None:

@@ -18,7 +18,7 @@ from chargpt.models import LanguageModel
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import CharTokenizer
-from chargpt.training.planner import fitting_block_size
+from chargpt.training.planner import fitting_block_size, with_unless_fixed
 
 LR_FRACTION = 0.1  # of the learning rates of a new run
 
@@ -32,8 +32,8 @@ def config_from_base_run(base_run: Run, config: Config, fixed_keys: Collection[s
     Raises:
         ConfigError: the user has set another model.
     """
-    model = {f"model.{name}": value for name, value in base_run.config.model.model_dump().items()}
-    given = {f"model.{name}": value for name, value in config.model.model_dump().items()}
+    base, given = base_run.config.flatten(), config.flatten()
+    model = {key: value for key, value in base.items() if key.startswith("model.")}
     may_differ = {"model.dropout"}  # from the base run
     if base_run.config.model.kind != "gpt2":  # which learns a vector for each position
         may_differ.add("model.block_size")
@@ -49,13 +49,13 @@ def config_from_base_run(base_run: Run, config: Config, fixed_keys: Collection[s
     values = {
         **model,
         "text.documents": documents,
-        "train.batch_size": base_run.config.train.batch_size,
+        "train.batch_size": base["train.batch_size"],
         "optim.lr": LR_FRACTION * config.optim.lr,
         "optim.matrix_lr": LR_FRACTION * config.optim.matrix_lr,
     }
-    values = {key: value for key, value in values.items() if key not in fixed_keys}
     characters = sorted({*config.text.extra_characters, *base_run.tokenizer.characters})
-    return config.with_values({**values, "text.extra_characters": "".join(characters)})
+    config = config.with_values({"text.extra_characters": "".join(characters)})
+    return with_unless_fixed(config, values, fixed_keys)
 
 
 def config_for_text(
@@ -68,10 +68,10 @@ def config_for_text(
         f"starting from {base_run.folder}, step {base_run.step:,}: {n_known:,} of the "
         f"{vocab_size:,} tokens are known, {vocab_size - n_known:,} new"
     )
-    if config.model.kind != "gpt" or "model.block_size" in fixed_keys:
+    if config.model.kind != "gpt":
         return config
     block_size = fitting_block_size(config.model.block_size, corpus)
-    return config.with_values({"model.block_size": block_size})
+    return with_unless_fixed(config, {"model.block_size": block_size}, fixed_keys)
 
 
 @torch.no_grad()
@@ -84,14 +84,13 @@ def copy_weights(model: LanguageModel, tokenizer: CharTokenizer, run: Run) -> No
     source = dict(run.model.named_parameters())
     for name, parameter in model.named_parameters():
         values = source[name].to(parameter.device)
-        if name in ("embedding.weight", "head.weight"):  # (V, C)
+        if name == "table.weight":  # (V, V) of the bigram model: its columns are tokens too
+            columns = values.mean(dim=1, keepdim=True).repeat(1, len(parameter))
+            columns[:, new] = values[:, old]
+            values = columns
+        if name in ("embedding.weight", "head.weight", "table.weight"):  # (V, C) or (V, V)
             parameter[:] = values.mean(dim=0)
             parameter[new] = values[old]
-        elif name == "table.weight":  # (V, V) of the bigram model
-            rows = values.mean(dim=1, keepdim=True).repeat(1, len(parameter))
-            rows[:, new] = values[:, old]
-            parameter[:] = rows.mean(dim=0)
-            parameter[new] = rows[old]
         else:
             parameter.copy_(values)
 

@@ -24,7 +24,7 @@ from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import find_text
 from chargpt.text.source import STDIN
-from chargpt.training.budget import expected_cost
+from chargpt.training.budget import expected_seconds
 from chargpt.training.request import Request, StartMode
 from chargpt.training.schedule import decay_start, lr_factor_at
 from chargpt.training.start import Session
@@ -83,12 +83,13 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
                 "the budget is not used: it plans a new run, and a resumed one keeps its own "
                 f"plan of {config.train.max_steps:,} steps"
             )
-        step, seconds = saved.state.step, None
+        step = saved.state.step
         logger.info(f"resuming {folder.path} from step {step:,}")
         if step and config.device == saved.config.device:  # with validation, saving and samples
             seconds = (config.train.max_steps - step) * saved.state.seconds / step
-        cost = expected_cost(trainer, seconds)
-        yield Session(trainer, folder, baselines, cost, resumed_at=step)
+        else:
+            seconds = expected_seconds(trainer)
+        yield Session(trainer, folder, baselines, seconds, resumed_at=step)
 
 
 def without_missing_best(saved: Checkpoint) -> Checkpoint:

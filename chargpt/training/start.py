@@ -31,7 +31,7 @@ from chargpt.text.corpus import Corpus
 from chargpt.text.describe import log_warnings
 from chargpt.text.prepare import find_text
 from chargpt.text.source import STDIN
-from chargpt.training.budget import Cost, expected_cost, plan_run, with_measured_threads
+from chargpt.training.budget import expected_seconds, plan_run, with_measured_threads
 from chargpt.training.deadline import Pace
 from chargpt.training.interrupts import deferred_signals
 from chargpt.training.request import Request, StartMode
@@ -46,7 +46,7 @@ class Session:
         trainer: of the run.
         folder: locked until the session ends.
         baselines: of the text; None on other ranks than 0.
-        cost: expected of the remaining steps.
+        expected_seconds: of the remaining steps, validation included.
         pace: keeps a run with a budget within its deadline.
         base_run: whose weights are the start.
         resumed_at: step that a resumed run continues from.
@@ -55,7 +55,7 @@ class Session:
     trainer: Trainer
     folder: RunFolder
     baselines: Baselines | None
-    cost: Cost
+    expected_seconds: float
     pace: Pace | None = None
     base_run: Run | None = None
     resumed_at: int | None = None
@@ -187,12 +187,13 @@ def start_run(
         config, seconds = pace.fit_plan()
     ngram = None if baselines is None else baselines.ngram
     trainer = Trainer(config, corpus, folder=folder, group=group, ngram=ngram, base_run=base_run)
-    cost = expected_cost(trainer, seconds)
+    if seconds is None:
+        seconds = expected_seconds(trainer)
     if group.is_main:
         # the last ones, the best one and an unfinished one
         folder.require_room(trainer.config.train.keep_last + 2, trainer.checkpoint_bytes())
         folder.create(trainer.config, corpus.tokenizer, corpus.folder, replace=replace)
-    return Session(trainer, folder, baselines, cost, pace, base_run)
+    return Session(trainer, folder, baselines, seconds, pace, base_run)
 
 
 def slug(name: str) -> str:

@@ -31,7 +31,7 @@ from chargpt.device import choose_device, choose_dtype, synchronize
 from chargpt.models.kernels import RMSNorm
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
-from chargpt.training.planner import Size, length_values, size_values
+from chargpt.training.planner import Size, config_of_size, length_values
 from chargpt.training.trainer import Trainer
 
 SIZES = (Size(4, 128), Size(6, 384), Size(12, 768))
@@ -199,7 +199,7 @@ def main() -> None:
     changes = {key: yaml.safe_load(value) for key, _, value in pairs}
     base = load_config("gpt").with_values({"text.path": str(arguments.text)})
     corpus = load_corpus(base.text)
-    configs = [base.with_values({**size_values(size, LONG, corpus), **changes}) for size in SIZES]
+    configs = [config_of_size(base, size, LONG, corpus).with_values(changes) for size in SIZES]
     device, found = choose_device(base.device)[0], Measurements(arguments.json)
     if "steps" in arguments.parts:
         measure_steps(configs, corpus, arguments.steps, found)
