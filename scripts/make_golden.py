@@ -17,7 +17,8 @@ from chargpt.config import Config
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import LOCK
 from chargpt.store.run import load_run
-from chargpt.text.prepare import find_text, prepare
+from chargpt.text.prepare import prepare
+from chargpt.text.source import find_text
 from chargpt.training.trainer import Trainer
 
 REPOSITORY = Path(__file__).parent.parent

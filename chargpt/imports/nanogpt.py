@@ -29,7 +29,8 @@ from chargpt.models import build_model, count_parameters
 from chargpt.store.checkpoint import RunState
 from chargpt.store.folder import RunFolder
 from chargpt.store.tensors import load_weights
-from chargpt.text.prepare import find_text, prepare
+from chargpt.text.prepare import prepare
+from chargpt.text.source import find_text
 from chargpt.text.tokenizer import CharTokenizer
 
 MAX_META_BYTES = 64_000_000
