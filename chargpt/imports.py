@@ -30,7 +30,7 @@ from chargpt.models import build_model, count_parameters
 from chargpt.store.checkpoint import RunState, max_weight_bytes
 from chargpt.store.folder import RunFolder
 from chargpt.store.tensors import require_weights
-from chargpt.text.prepare import find_text
+from chargpt.text.source import find_text
 from chargpt.text.tokenizer import CharTokenizer
 
 MAX_FILE_BYTES = 64_000_000  # of settings and vocabulary

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from chargpt.config import Config
 from chargpt.store.folder import LOCK, RunFolder
 from chargpt.store.run import load_run
-from chargpt.text.prepare import find_text, prepare
+from chargpt.text.prepare import prepare
+from chargpt.text.source import find_text
 from chargpt.training.trainer import Trainer
 
 REPOSITORY = Path(__file__).parent.parent

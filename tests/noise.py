@@ -11,7 +11,8 @@ from chargpt.config import Config, ModelConfig
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.checkpoint import RunState
 from chargpt.store.run import Run
-from chargpt.text.prepare import find_text, prepare
+from chargpt.text.prepare import prepare
+from chargpt.text.source import find_text
 from chargpt.text.tokenizer import CharTokenizer
 
 RUNGS: list[dict[str, Any]] = [  # the ladder's models and other settings

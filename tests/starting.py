@@ -9,7 +9,8 @@ from chargpt.inference.baselines import Baselines
 from chargpt.log import collected_notes
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder
-from chargpt.text.prepare import find_text, prepare
+from chargpt.text.prepare import prepare
+from chargpt.text.source import find_text
 from chargpt.training.budget import plan_run
 from chargpt.training.deadline import Deadline, Pace
 from chargpt.training.resume import resumed_config

@@ -23,10 +23,10 @@ from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.generation import stream_pieces
 from chargpt.inference.scoring import score
 from chargpt.text import corpus as corpus_module
-from chargpt.text.batches import Batches
 from chargpt.text.display import REPLACEMENT
 from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
+from chargpt.training.learner import Batches
 from chargpt.training.trainer import Trainer
 
 TOKENIZER = CharTokenizer.fit("hello world\n" * 3 + "é€😀", min_count=3)

@@ -18,10 +18,10 @@ from chargpt.errors import ConfigError, TextError
 from chargpt.inference import generation
 from chargpt.inference.evaluation import evaluate
 from chargpt.store.run import load_run
-from chargpt.text import documents as module
+from chargpt.text import corpus as module
 from chargpt.text.corpus import Corpus
-from chargpt.text.documents import RECORD_SEPARATOR, mark_documents
 from chargpt.text.prepare import load_corpus
+from chargpt.text.source import RECORD_SEPARATOR, mark_documents
 from chargpt.training.trainer import Trainer
 
 NAMES = [f"{a}{b}{c}" for a in ("an", "be", "car") for b in "lmnr" for c in ("a", "ie", "o", "us")]
@@ -139,7 +139,7 @@ def test_the_fraction_advised_for_too_few_documents_suffices(
 @pytest.mark.parametrize("documents", ["lines", "files", "%"])
 def test_one_document_cannot_be_split(documents: str) -> None:
     corpus = load_corpus(TextConfig(documents=documents), text="the sea " * 1000)
-    with pytest.raises(TextError, match=r"in 1 document .* set text.documents=null"):
+    with pytest.raises(TextError, match=r"\(documents: 1\), .*or correct text.documents \('"):
         corpus.require_blocks(8)
 
 

@@ -20,10 +20,10 @@ from chargpt.inference.baselines import BIGRAM_ALPHA, Baselines, bigram_log_prob
 from chargpt.inference.evaluation import Evaluation, evaluate, evaluate_tokens, even_spans
 from chargpt.models.bigram import BigramLM
 from chargpt.store.checkpoint import RunState
-from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
+from chargpt.training.learner import Batches
 
 T = 12  # the noisy model's block size
 

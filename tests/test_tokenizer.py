@@ -134,8 +134,8 @@ def test_the_threshold_is_one_up_to_256_different_characters() -> None:
 
 def test_the_error_names_the_unknown_characters_and_the_remedy() -> None:
     for known, text, expected in (
-        ("abc", "жaжxyz\n!\u0301", r": 'ж' U\+0436, 'x' .*, U\+000A and 2 more;"),
-        ("abcä", "\udc80", r": U\+DC80; leave them out or replace .*text.unknown"),
+        ("abc", "жaжxyz\n!\u0301", r": 'ж' U\+0436, 'x' .*, '⏎' U\+000A and 2 more;"),
+        ("abcä", "\udc80", r": '\ufffd' U\+DC80; leave them out or replace .*text.unknown"),
         ("abcä", "\u0650\u0650", ": '◌\u0650' U\\+0650;"),
         ("abcä", "BabA", "; convert it to lower case, or leave them out or"),
         ("abcä", "AZ", "'A' U\\+0041, 'Z' U\\+005A; leave them out"),

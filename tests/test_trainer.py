@@ -21,12 +21,11 @@ from chargpt.inference.baselines import Baselines
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run
-from chargpt.text.batches import Batches
-from chargpt.text.corpus import Corpus, Split
+from chargpt.text.corpus import Corpus, Split, block_offsets
 from chargpt.text.prepare import load_corpus
 from chargpt.training.budget import expected_seconds
 from chargpt.training.deadline import Deadline, Pace
-from chargpt.training.learner import training_bytes
+from chargpt.training.learner import Batches, training_bytes
 from chargpt.training.request import Request, StartMode
 from chargpt.training.resume import continue_schedule
 from chargpt.training.schedule import lr_factor_at
@@ -533,8 +532,7 @@ def test_batches_gathered_on_the_device_equal_those_gathered_in_numpy(kind: type
 
 def test_offsets_are_uniform_over_all_valid_starts() -> None:
     tokens = np.zeros(13, dtype=np.uint8)
-    batches = Batches(tokens, 8, 1000, seed=0)
-    offsets = np.concatenate([batches.offsets_at(step) for step in range(20)])
+    offsets = np.concatenate([block_offsets(tokens, 8, 1000, 0, step) for step in range(20)])
     counts = np.bincount(offsets, minlength=5)
     assert counts.size == 5  # starts 0 to 4, the last block ending with the text
     assert counts.min() > 3700

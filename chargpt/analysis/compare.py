@@ -20,7 +20,8 @@ from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run, load_run
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import find_text, prepare
+from chargpt.text.prepare import prepare
+from chargpt.text.source import find_text
 from chargpt.text.tokenizer import Tokens
 from chargpt.training.deadline import Pace
 from chargpt.training.mixing import try_add_mixture

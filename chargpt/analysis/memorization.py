@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chargpt.inference.evaluation import OnProgress
-from chargpt.text.corpus import Corpus
-from chargpt.text.documents import document_ends
+from chargpt.text.corpus import Corpus, document_ends
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 NGRAM_LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

@@ -19,7 +19,7 @@ from chargpt.models import LanguageModel
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
 from chargpt.text.display import display_char, display_text, graphemes, sign_or_code
-from chargpt.text.documents import RECORD_SEPARATOR
+from chargpt.text.source import RECORD_SEPARATOR
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 TOP_K = 5  # predictions kept per character

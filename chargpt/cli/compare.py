@@ -24,7 +24,7 @@ from chargpt.files import require_output
 from chargpt.inference.evaluation import OnProgress
 from chargpt.store.folder import is_readable_run, is_run
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import find_text
+from chargpt.text.source import find_text
 from chargpt.training.budget import plan_run, with_measured_threads
 from chargpt.training.request import Request
 from chargpt.training.start import Session, output_folder, slug

@@ -1,9 +1,8 @@
 """`chargpt data`: download named texts and describe any text."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +11,7 @@ from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import TextError, most_similar
 from chargpt.text.catalog import CATALOG, fetch, resolve_settings
 from chargpt.text.corpus import Corpus
-from chargpt.text.describe import Description, describe
+from chargpt.text.describe import describe
 from chargpt.text.display import sign_or_code
 from chargpt.text.prepare import load_corpus
 
@@ -72,14 +71,14 @@ def info(
     given = options.given_settings(set_, encoding=encoding, encoding_errors=encoding_errors)
     config, _ = resolve_settings(text, None, given)
     corpus = load_corpus(config.text, on_progress=LoadingProgress())
-    description = describe(corpus)
+    facts = describe(corpus)
     if json_:
-        console.out_json(asdict(description))
+        console.out_json(facts)
     else:
-        _print_description(corpus, description)
+        _print_description(corpus, facts)
 
 
-def _print_description(corpus: Corpus, description: Description) -> None:
+def _print_description(corpus: Corpus, facts: dict[str, Any]) -> None:
     def listed(pairs: Iterable[tuple[str, int]]) -> str:
         cells = [f"{sign_or_code(c)} {count:,}" for c, count in pairs]
         per_row = min(5, max(1, MAX_COLUMNS // (2 + max(map(len, cells)))))
@@ -88,20 +87,20 @@ def _print_description(corpus: Corpus, description: Description) -> None:
     least, rare = "least frequent", "none"
     if corpus.rare_count:
         least += "\nin the vocabulary"
-        rare = f"{description.rare_fraction:.4%} of the text, {corpus.rare_form}"
+        rare = f"{corpus.rare_fraction:.4%} of the text, {corpus.rare_form}"
     tables.table(
         ["text", corpus.name],
         [
-            ["characters", f"{description.characters:,}"],
-            ["vocabulary", description.vocabulary_summary],
-            *([["documents", f"{description.documents:,}"]] if description.documents else []),
-            ["lines", f"{description.lines:,} (longest {description.longest_line:,} characters)"],
-            ["most frequent", listed(description.most_frequent)],
-            [least, listed(description.least_frequent)],
+            ["characters", f"{corpus.n_characters:,}"],
+            ["vocabulary", corpus.tokenizer.describe()],
+            *([["documents", f"{corpus.n_documents:,}"]] if corpus.n_documents else []),
+            ["lines", f"{facts['lines']:,} (longest {facts['longest_line']:,} characters)"],
+            ["most frequent", listed(facts["most_frequent"])],
+            [least, listed(facts["least_frequent"])],
             ["not in the vocabulary", rare],
-            ["unigram entropy", f"{description.unigram_bits:.4f} bits/character"],
-            ["bigram entropy", f"{description.bigram_bits:.4f} bits/character"],
+            ["unigram entropy", f"{facts['unigram_bits']:.4f} bits/character"],
+            ["bigram entropy", f"{facts['bigram_bits']:.4f} bits/character"],
         ],
     )
-    for warning in description.warnings:
+    for warning in facts["warnings"]:
         console.out_sentence(f"note: {warning}")

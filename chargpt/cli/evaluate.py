@@ -17,7 +17,7 @@ from chargpt.inference import evaluation
 from chargpt.inference.evaluation import Evaluation, EvaluationProtocol
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
-from chargpt.text.prepare import read_text
+from chargpt.text.source import read_text
 
 
 def evaluate(

@@ -16,7 +16,7 @@ from chargpt.device import default_threads
 from chargpt.errors import Stopped
 from chargpt.inference.baselines import NGRAM
 from chargpt.text.display import display_char
-from chargpt.text.documents import RECORD_SEPARATOR
+from chargpt.text.source import RECORD_SEPARATOR
 from chargpt.training.learner import training_bytes
 from chargpt.training.start import Session
 from chargpt.training.trainer import StepReport

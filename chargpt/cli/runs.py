@@ -116,7 +116,8 @@ def say_unknown(run: Run, unknown: str, policy: str | None) -> None:
     """Print which characters outside the vocabulary, if any, were left out or replaced."""
     if unknown:
         is_left_out = (policy or run.config.text.unknown) == "skip"
-        done = "left out" if is_left_out else f"replaced by {run.tokenizer.replacement!r}"
+        replacement = run.tokenizer.token_text(run.tokenizer.replacement_id)
+        done = "left out" if is_left_out else f"replaced by {replacement!r}"
         count, names = console.characters(len(unknown)), name_characters(unknown)
         console.say(f"{count} outside the vocabulary ({names}): {done}")
 

@@ -19,7 +19,7 @@ from chargpt.errors import ChargptError, ConfigError, TextError
 from chargpt.inference.generation import sample as sample_texts
 from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
-from chargpt.text.prepare import read_text
+from chargpt.text.source import read_text
 from chargpt.text.tokenizer import UnknownPolicy
 
 with suppress(ImportError):

@@ -9,7 +9,7 @@ from chargpt.cli import console, options, runs, tables
 from chargpt.cli.progress import show_progress
 from chargpt.errors import MissingTextError
 from chargpt.inference import scoring
-from chargpt.text.prepare import read_text
+from chargpt.text.source import read_text
 from chargpt.training.adaptive import adaptive_losses
 
 SHOWN = 3  # lines at each end of the ranking

@@ -27,9 +27,9 @@ from chargpt.files import write_output
 from chargpt.inference.baselines import BIGRAM_ALPHA
 from chargpt.models import GPT, build_model
 from chargpt.store.run import Run
-from chargpt.text.byte_fallback import TRANSITIONS
 from chargpt.text.corpus import PairCounts
 from chargpt.text.display import display_text
+from chargpt.text.tokenizer import TRANSITIONS
 
 MAX_DIVERGENCE = 0.002  # in nats, by the rounding of the weights
 MAX_PAIRS = 50_000  # of the bigram, the most frequent ones

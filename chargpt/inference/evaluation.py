@@ -27,11 +27,8 @@ from chargpt.errors import NOT_FINITE, ConfigError, OperationError, TextError
 from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.store.run import Run, as_run
-from chargpt.text.batches import Batches
-from chargpt.text.corpus import Split
-from chargpt.text.documents import mark_documents
-from chargpt.text.prepare import read_text
-from chargpt.text.source import require_text
+from chargpt.text.corpus import Split, block_offsets
+from chargpt.text.source import mark_documents, read_text, require_text
 from chargpt.text.tokenizer import Floats, Ints, Tokens, UnknownPolicy
 
 EvaluationProtocol = Literal["blocks", "sliding", "nanogpt"]
@@ -358,8 +355,11 @@ def nanogpt_windows(tokens: Tokens, block_size: int, seed: int) -> list[Windows]
             f"the nanogpt protocol needs {block_size + 1} characters, and there are {len(tokens)}; "
             "use the protocol blocks"
         )
-    batches = Batches(tokens, block_size, NANOGPT_BATCH_SIZE, seed)
-    starts = np.concatenate([batches.offsets_at(step) for step in range(NANOGPT_EVAL_ITERS)])
+    offsets = [
+        block_offsets(tokens, block_size, NANOGPT_BATCH_SIZE, seed, step)
+        for step in range(NANOGPT_EVAL_ITERS)
+    ]
+    starts = np.concatenate(offsets)
     return [Windows(starts, block_size)]
 
 

@@ -21,8 +21,7 @@ import numpy.typing as npt
 from chargpt.config import SampleConfig
 from chargpt.errors import OperationError
 from chargpt.inference.decoders import Decoder
-from chargpt.text.byte_fallback import ValidTokens
-from chargpt.text.tokenizer import Floats, Tokens
+from chargpt.text.tokenizer import Floats, Tokens, ValidTokens
 
 UNIFORMS_CHUNK = 256  # positions whose uniform numbers are computed together
 MIN_TEMPERATURE = 1e-100  # dividing differences of logits by it does not overflow

@@ -16,7 +16,7 @@ from chargpt.inference.evaluation import OnProgress, Windows, iter_losses, slidi
 from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.store.run import Run, as_run
-from chargpt.text.documents import document_ends
+from chargpt.text.corpus import document_ends
 from chargpt.text.source import require_text
 from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
 

@@ -27,8 +27,8 @@ class Entry:
         name, description: as `chargpt data list` prints them.
         url: None for the built-in text.
         download_hash: checksum of the file at `url`, as `algorithm:hexadecimal`.
-        content_hash, size: checksum and bytes of the text itself.
-        member: the text's name inside a ZIP archive.
+        size: bytes of the text itself.
+        member, content_hash: of a ZIP archive, the name and the checksum of the text in it.
         settings: the `text.*` settings usual for it.
     """
 
@@ -36,25 +36,13 @@ class Entry:
     description: str
     url: str | None = None
     download_hash: str = ""
-    content_hash: str = ""
     size: int = 0
-    member: str | None = None
+    member: str = ""
+    content_hash: str = ""
     settings: Mapping[str, object] = field(default_factory=dict)
-
-    def fetched_path(self) -> str | None:
-        """Return where the text was fetched to, None if it is built in; else raise TextError."""
-        if self.url is None:
-            return None
-        path = DATA / f"{self.name}.txt"
-        if not path.is_file():
-            raise TextError(
-                f"{self.name} is not in {DATA} yet; fetch it with `chargpt data get {self.name}`"
-            )
-        return str(path.absolute())
 
 
 _HUNDRED_MB: dict[str, object] = {"text.val_fraction": 0.05, "text.test_fraction": 0.05}
-_TINYSHAKESPEARE = "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 CATALOG: dict[str, Entry] = {
     entry.name: entry
@@ -64,8 +52,7 @@ CATALOG: dict[str, Entry] = {
             "tinyshakespeare",
             "plays of Shakespeare: 1.1 million characters, 65 distinct",
             "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-            _TINYSHAKESPEARE,
-            content_hash=_TINYSHAKESPEARE,
+            "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
             size=1_115_394,
         ),
         Entry(
@@ -145,9 +132,32 @@ def resolve_settings(
     value: str | None = path if path == "-" else str(Path(os.path.expanduser(path)).absolute())
     defaults: Mapping[str, object] = {}
     if path in CATALOG and not os.path.exists(path):
-        entry = CATALOG[path]
-        defaults, value = entry.settings, entry.fetched_path()
+        defaults, fetched = CATALOG[path].settings, DATA / f"{path}.txt"
+        value = None if path == BUILT_IN else str(fetched.absolute())
+        if value and not fetched.is_file():
+            raise TextError(f"{path} is not in {DATA} yet; fetch it with `chargpt data get {path}`")
     return merge_settings(config, {"text.path": value, **settings}, defaults)
+
+
+class _Meter:
+    """The methods of a tqdm bar that pooch's downloader calls; it bounds the download."""
+
+    def __init__(self, on_progress: TextProgress | None, max_bytes: int) -> None:
+        self.on_progress, self.max_bytes = on_progress, max_bytes
+        self.done = self.total = 0
+
+    def update(self, size: int) -> None:
+        self.done += size
+        if self.done > self.max_bytes:
+            raise ValueError
+        if self.on_progress:
+            self.on_progress("fetching", min(self.done, self.total or self.done), self.total)
+
+    def reset(self) -> None:
+        self.done = 0
+
+    def close(self) -> None:
+        pass
 
 
 def fetch(entry: Entry, folder: Path = DATA, on_progress: TextProgress | None = None) -> Path:
@@ -159,75 +169,43 @@ def fetch(entry: Entry, folder: Path = DATA, on_progress: TextProgress | None = 
     """
     if entry.url is None:
         raise TextError(f"{entry.name} is built in; train on it with `chargpt train` without TEXT")
+    # imported here, since they delay every command
+    import pooch
+    from pooch.hashes import hash_matches
+    from requests import RequestException
+
+    pooch.get_logger().setLevel(logging.CRITICAL)  # its lines would break the progress bar
     target = folder / f"{entry.name}.txt"
+    meter = _Meter(on_progress, entry.size + MAX_SLACK)
     try:
-        if _is_fetched(target, entry):
+        is_complete = target.is_file() and target.stat().st_size == entry.size
+        if is_complete and hash_matches(target, entry.content_hash or entry.download_hash):
             return target
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as temporary:
-            file = _download(entry, Path(temporary), on_progress)
+            found = pooch.retrieve(  # verifies the checksum before unpacking
+                entry.url,
+                entry.download_hash,
+                fname="download",
+                path=temporary,
+                processor=pooch.Unzip([entry.member]) if entry.member else None,
+                downloader=pooch.HTTPDownloader(progressbar=meter, timeout=TIMEOUT),
+            )
+            file = found[0] if entry.member else found
             os.chmod(file, 0o644)
             os.replace(file, target)
+        return target
+    except RequestException as error:
+        status = getattr(error.response, "status_code", None)
+        problem = f"answered {status}" if status else f"cannot be reached: {type(error).__name__}"
+    except ValueError:
+        problem = "sent a file with another checksum than the published one"
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise DownloadError(
             f"{entry.name} cannot be written to {folder} ({reason}); "
             "make room or choose another folder"
         ) from None
-    return target
-
-
-def _is_fetched(path: Path, entry: Entry) -> bool:
-    from pooch.hashes import hash_matches  # imported here, since it delays every command
-
-    is_complete = path.is_file() and path.stat().st_size == entry.size
-    return is_complete and bool(hash_matches(path, entry.content_hash))
-
-
-class _Meter:
-    """The methods of a tqdm bar that pooch's downloader calls; it bounds the download."""
-
-    def __init__(self, on_progress: TextProgress, max_bytes: int) -> None:
-        self.on_progress, self.done, self.total = on_progress, 0, 0
-        self.max_bytes = max_bytes
-
-    def update(self, size: int) -> None:
-        self.done += size
-        if self.done > self.max_bytes:
-            raise ValueError
-        self.on_progress("fetching", min(self.done, self.total or self.done), self.total)
-
-    def reset(self) -> None:
-        self.done = 0
-
-    def close(self) -> None:
-        pass
-
-
-def _download(entry: Entry, folder: Path, on_progress: TextProgress | None) -> Path:
-    """Return the text; pooch verifies the checksum of the published file before unpacking it."""
-    import pooch
-    from requests import RequestException
-
-    pooch.get_logger().setLevel(logging.CRITICAL)  # its lines would break the progress bar
-    try:
-        found = pooch.retrieve(
-            entry.url,
-            entry.download_hash,
-            fname="download",
-            path=folder,
-            processor=pooch.Unzip([entry.member]) if entry.member else None,
-            downloader=pooch.HTTPDownloader(
-                progressbar=_Meter(on_progress or (lambda *_: None), entry.size + MAX_SLACK),
-                timeout=TIMEOUT,
-            ),
-        )
-        return Path(found[0] if entry.member else found)
-    except RequestException as error:
-        status = getattr(error.response, "status_code", None)
-        problem = f"answered {status}" if status else f"cannot be reached: {type(error).__name__}"
-    except ValueError:
-        problem = "sent a file with another checksum than the published one"
     raise DownloadError(
         f"cannot fetch {entry.name} ({entry.url} {problem}); check the network and try again "
         "later, or download it yourself and pass its path as TEXT"

@@ -1,6 +1,7 @@
-"""A text as token ids, its consecutive splits, and counts of tokens in bounded memory.
+"""A text as token ids: its documents, consecutive splits, batches, and counts of tokens.
 
-Legend: V = vocabulary size, N = number of tokens, P = number of distinct pairs.
+All of it in bounded memory. Shapes in this file: V = vocabulary size, N = number of tokens,
+P = number of distinct pairs, B = batch size, T = block size.
 """
 
 import math
@@ -17,7 +18,6 @@ import numpy as np
 
 from chargpt.config import TextConfig
 from chargpt.errors import TextError
-from chargpt.text.documents import document_ends
 from chargpt.text.source import TextFile
 from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 
@@ -29,9 +29,10 @@ MIN_MIXTURE_CHARACTERS = 100  # that a mixture is fitted to
 Split = Literal["mixture", "train", "val", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)  # in the order of the text
 REQUIRED_SPLITS: tuple[Split, ...] = ("train", "val")  # the splits of every run
-CHUNK = 1 << 20  # tokens counted at once: small enough for a processor's cache
+CHUNK = 1 << 20  # tokens counted or copied at once: small enough for a processor's cache
 SPARSE_CHUNK = 1 << 23  # tokens whose pairs are sorted at once
 MAX_DENSE_PAIRS = 1 << 24  # V * V up to which all pairs are counted in one table (128 MB)
+MAX_CONTINUATIONS = 3  # bytes of a character in UTF-8 after the first
 
 
 class Place(NamedTuple):
@@ -57,10 +58,6 @@ class PairCounts:
     second: Ints
     counts: Ints
     vocab_size: int
-
-    def count(self, first: int, second: int) -> int:
-        """Return the number of occurrences of a pair."""
-        return int(self.counts[(self.first == first) & (self.second == second)].sum())
 
 
 @dataclass(frozen=True)
@@ -171,13 +168,6 @@ class Corpus:
             edges[1:] = np.maximum(nearest, after[1])[1:]
         return list(map(int, edges))
 
-    def source_has_changed(self) -> bool:
-        """Return whether a file of the text has another size or time than when it was read.
-
-        Files that are not there, as on another machine, have not changed.
-        """
-        return any(file.has_changed() for file in self.files)
-
     def find(self, passages: Iterable[str]) -> dict[str, int]:
         """Return the index of the token at which passages first occur in the training split.
 
@@ -206,9 +196,7 @@ class Corpus:
         """Return file and line of the token with this index."""
         begins = [file.begin for file in self.files]
         if self.lines is None:
-            chunk = index // CHUNK * CHUNK
-            character = int(self._chunk_starts[index // CHUNK])
-            character += self.tokenizer.count_characters(self.tokens[chunk:index])
+            character = self.tokenizer.count_characters(self.tokens[:index])
             number = bisect_right(begins, character) - 1
             line, start = 1, self._index(begins[number])
         else:
@@ -227,31 +215,25 @@ class Corpus:
             TextError: they do not; the message says what to set.
         """
         train, val = self.split("train").size, self.split("val").size
-        shorter = min(train, val)
-        if shorter > block_size:
+        shorter, needed = min(train, val), block_size + 1
+        if shorter >= needed:
             return
-        needed = block_size + 1
-        holds = f"{self.name} holds {self.n_characters:,} characters"
-        if self.n_documents == 1:
-            raise TextError(
-                f"{holds} in 1 document (text.documents={self.settings.documents!r:.40}), which "
-                "cannot be split; set text.documents=null, or give several documents"
-            )
         remedies = ["give a longer text"]
         if shorter > MIN_BLOCK_SIZE:
             remedies.insert(0, f"set model.block_size to {shorter - 1:,} or less")
-        fraction = math.ceil(1000 * needed / self.n_characters) / 1000
-        if fraction + self.settings.test_fraction < 1:
-            other = self.with_settings(val_fraction=fraction)
-            if min(other.split("train").size, other.split("val").size) >= needed:
-                remedies.insert(0, f"set text.val_fraction to {fraction:g}")
+        fraction = min(1.0, math.ceil(1000 * needed / self.n_characters) / 1000)
+        other = self.with_settings(val_fraction=fraction)
+        if min(other.split("train").size, other.split("val").size) >= needed:
+            remedies.insert(0, f"set text.val_fraction to {fraction:g}")
+        documents = ""
         if self.n_documents:
-            holds += f" in {self.n_documents:,} documents"
-            remedies.append("correct text.documents")
+            documents = f" (documents: {self.n_documents:,})"
+            remedies.append(f"correct text.documents ({self.settings.documents!r:.40})")
         unit = "tokens " if self.tokenizer.has_bytes else ""
         raise TextError(
-            f"{holds}, {train:,} {unit}to train on and {val:,} to validate on, and "
-            f"model.block_size {block_size:,} needs {needed:,} of each; {', or '.join(remedies)}"
+            f"{self.name} holds {self.n_characters:,} characters{documents}, {train:,} {unit}to "
+            f"train on and {val:,} to validate on, and model.block_size {block_size:,} needs "
+            f"{needed:,} of each; {', or '.join(remedies)}"
         )
 
     def token_counts(self, split: Split) -> Ints:
@@ -301,3 +283,58 @@ def _pair_codes(tokens: Tokens, vocab_size: int, chunk: int) -> Iterator[Ints]:
     for start in range(0, tokens.size - 1, chunk):
         ids = tokens[start : start + chunk + 1].astype(np.int64)
         yield ids[:-1] * vocab_size + ids[1:]
+
+
+def document_ends(tokens: Tokens, eos_token_id: int) -> Ints:
+    """Return the index after each EOS token, shape (documents,)."""
+    starts = range(0, len(tokens), CHUNK)
+    found = [np.flatnonzero(tokens[i : i + CHUNK] == eos_token_id) + i + 1 for i in starts]
+    return np.concatenate(found)
+
+
+def shuffled_order(n_documents: int, seed: int) -> Ints:
+    """Return the random order of documents, the same in every version of numpy."""
+    return np.random.Philox(key=seed).random_raw(n_documents).argsort(kind="stable")
+
+
+def shuffled(tokens: Tokens, eos_token_id: int, seed: int) -> Iterator[Tokens]:
+    """Yield the tokens of a text in chunks, its documents in `shuffled_order`."""
+    tokens = np.asarray(tokens)
+    ends = document_ends(tokens, eos_token_id)
+    starts = np.concatenate(([0], ends[:-1]))
+    order = shuffled_order(len(ends), seed)
+    documents: list[Tokens] = []
+    size = 0
+    for start, end in zip(starts[order].tolist(), ends[order].tolist(), strict=True):
+        documents.append(tokens[start:end])
+        size += end - start
+        if size > CHUNK:
+            yield np.concatenate(documents)
+            documents, size = [], 0
+    if documents:
+        yield np.concatenate(documents)
+
+
+def block_offsets(
+    tokens: Tokens,
+    block_size: int,
+    batch_size: int,
+    seed: int,
+    step: int,
+    first_continuation_id: int = 1 << 32,
+) -> Ints:
+    """Return random offsets of blocks of T + 1 tokens, uniform over the text, shape (B,).
+
+    They are a pure function of (seed, step). No block begins inside a character: ids from
+    `first_continuation_id` on continue one. The bits come from Philox (Salmon et al. 2011), whose
+    raw output is the same in every numpy version, which `Generator.integers` does not promise.
+    """
+    n_offsets = len(tokens) - block_size
+    assert n_offsets > 0, "the caller checks that a block fits"
+    key = np.array([seed, step], dtype=np.uint64)
+    bits = np.random.Philox(key=key).random_raw(batch_size)
+    uniform = (bits >> np.uint64(11)) * 2.0**-53
+    offsets = np.minimum((uniform * n_offsets).astype(np.int64), n_offsets - 1)
+    for _ in range(MAX_CONTINUATIONS):
+        offsets -= tokens[offsets] >= first_continuation_id
+    return offsets

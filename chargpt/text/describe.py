@@ -1,36 +1,25 @@
 """Statistics of a text, and warnings about it: the result of `chargpt data info`."""
 
 import math
-import re
-from collections import Counter
-from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from chargpt.log import logger
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, PairCounts, count_pairs, count_tokens
-from chargpt.text.display import sign_or_code
 from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 
 MAX_SHOWN = 10  # characters listed as the most or least frequent
 MAX_VOCAB_SIZE = 5_000  # limits of the warnings
 MIN_CHARACTERS = 10_000
-MAX_LINE = 1_000_000  # characters
-# What looks like a list: many short or sorted lines, none of them empty
-MIN_LIST, MAX_ITEM, MAX_MEAN_ITEM = 100, 500, 40  # lines; characters; characters
-MIN_SORTED = 0.95  # fraction of neighbouring lines in order
-SEPARATOR = re.compile(r"([%*=~+_.-])\1*")  # a line that may stand between items
-MIN_SEPARATORS = 0.05  # fraction of the lines
+# What looks like a list: many short lines, none of them empty
+MIN_LIST, MAX_MEAN_ITEM = 100, 40  # lines; characters
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
 CHUNK = 1 << 20  # tokens
 # nats between the character frequencies of the splits that change the loss noticeably
 MIN_DIVERGENCE = 0.05
 MIN_DIVERGENCE_RATIO = 5  # to that of a sample of the training split
-MAX_DIFFERING = 3  # characters named as rarer, or as more frequent
 SAMPLE_BLOCK = 64  # characters of that sample's blocks
 MAX_SAMPLES = 8  # of documents
 MAX_COMPARED = 20_000_000  # tokens of a text whose documents are compared
@@ -38,124 +27,84 @@ MIN_REPEATED = 0.05  # fraction of the validation documents
 MIN_VALIDATION = 1000  # characters of the validation split
 
 
-@dataclass(frozen=True)
-class Description:
-    """Statistics of a text.
+def describe(corpus: Corpus) -> dict[str, Any]:
+    """Return the statistics of a text, all splits together, and warnings about it.
 
-    Attributes:
-        documents: their number; 0 if the text is no list of them.
-        longest_line: its number of characters, without the line end.
-        most_frequent, least_frequent: (character, count), the most or least frequent first.
-        unigram_bits: entropy of a character, in bits.
-        bigram_bits: entropy of a character given the previous one, in bits.
-        vocabulary_summary: number of characters in it, and of byte tokens, as a phrase.
-        rare_fraction: fraction of the characters that are not in the vocabulary.
-        warnings: sentences about properties that impair training.
+    `documents` is 0 if the text is no list of them. `longest_line` is in characters, without the
+    line end. `most_frequent` and `least_frequent` are (character, count) in that order.
+    `unigram_bits` is the entropy of a character, `bigram_bits` that given the previous one, in
+    bits. `rare_fraction` is that of the characters that are not in the vocabulary. `warnings` are
+    sentences about properties that impair training.
     """
-
-    name: str
-    characters: int
-    vocab_size: int
-    most_frequent: tuple[tuple[str, int], ...]
-    least_frequent: tuple[tuple[str, int], ...]
-    documents: int
-    lines: int
-    longest_line: int
-    unigram_bits: float
-    bigram_bits: float
-    vocabulary_summary: str
-    rare_fraction: float
-    warnings: tuple[str, ...]
-
-
-def describe(corpus: Corpus) -> Description:
-    """Return the statistics of a text, all splits together."""
     tokenizer, tokens = corpus.tokenizer, corpus.tokens
     counts = count_tokens(tokens, tokenizer.vocab_size)
     pairs = count_pairs(tokens, tokenizer.vocab_size)
     known = counts[: len(tokenizer.characters)]
     order = np.argsort(-known, kind="stable")
     ranked = [(tokenizer.characters[index], int(known[index])) for index in order]
-    longest = _longest_line(tokenizer, tokens)
-    return Description(
-        name=corpus.name,
-        characters=corpus.n_characters,
-        vocab_size=tokenizer.vocab_size,
-        most_frequent=tuple(ranked[:MAX_SHOWN]),
-        least_frequent=tuple(ranked[: -MAX_SHOWN - 1 : -1]),
-        documents=corpus.n_documents,
-        lines=_count_lines(corpus, dict(ranked), pairs),
-        longest_line=longest,
-        unigram_bits=entropy_bits(counts) / corpus.characters_per_token,
-        bigram_bits=conditional_entropy_bits(pairs) / corpus.characters_per_token,
-        vocabulary_summary=tokenizer.describe(),
-        rare_fraction=corpus.rare_fraction,
-        warnings=tuple(_warnings(corpus, known, pairs, longest)),
-    )
+    lines, longest_line = _measure_lines(tokenizer, tokens)
+    return {
+        "name": corpus.name,
+        "characters": corpus.n_characters,
+        "vocab_size": tokenizer.vocab_size,
+        "most_frequent": ranked[:MAX_SHOWN],
+        "least_frequent": ranked[: -MAX_SHOWN - 1 : -1],
+        "documents": corpus.n_documents,
+        "lines": lines,
+        "longest_line": longest_line,
+        "unigram_bits": entropy_bits(counts) / corpus.characters_per_token,
+        "bigram_bits": conditional_entropy_bits(pairs) / corpus.characters_per_token,
+        "vocabulary_summary": tokenizer.describe(),
+        "rare_fraction": corpus.rare_fraction,
+        "warnings": _warnings(corpus, known, pairs),
+    }
 
 
-def _count_lines(corpus: Corpus, counts: dict[str, int], pairs: PairCounts) -> int:
-    """Return the number of lines; the end of a document ends one, unless it follows a line end."""
-    tokenizer = corpus.tokenizer
-    newline, eos_token = tokenizer.characters.find("\n"), tokenizer.eos_token
-    n_lines = counts.get("\n", 0)
-    if eos_token not in ("", "\n"):
-        return n_lines + counts[eos_token] - pairs.count(newline, tokenizer.eos_token_id)
-    return n_lines + int(corpus.tokens[-1] != newline)
+def _measure_lines(tokenizer: CharTokenizer, tokens: Tokens) -> tuple[int, int]:
+    """Return the number of lines, and the length of the longest in characters.
 
-
-def _longest_line(tokenizer: CharTokenizer, tokens: Tokens) -> int:
-    """Return the length of the longest line in characters."""
-    ends = [tokenizer.characters.find(end) for end in ("\n", tokenizer.eos_token or "\n")]
-    longest = length = 0  # length: of the line at the end of a chunk
+    The end of a document ends a line, unless it follows a line end.
+    """
+    newline, eos = map(tokenizer.characters.find, ("\n", tokenizer.eos_token or "\n"))
+    n_lines = longest = length = 0  # length: of the line at the end of a chunk
     for offset in range(0, tokens.size, CHUNK):
         chunk = tokens[offset : offset + CHUNK]
         chunk = chunk[chunk < tokenizer.first_continuation_id]  # one token of each character
-        edges = np.flatnonzero(np.isin(chunk, ends))
+        edges = np.flatnonzero((chunk == newline) | (chunk == eos))
         lengths = np.diff(edges, prepend=-1 - length, append=chunk.size) - 1
+        n_lines += int(((chunk[edges] == newline) | (lengths[:-1] > 0)).sum())
         longest, length = max(longest, int(lengths.max())), int(lengths[-1])
-    return longest
+    return n_lines + (length > 0), longest
 
 
-def _warnings(corpus: Corpus, known: Ints, pairs: PairCounts, longest: int) -> list[str]:
+def _warnings(corpus: Corpus, known: Ints, pairs: PairCounts) -> list[str]:
     vocab_size, once = corpus.tokenizer.vocab_size, int((known == 1).sum())
-    n_returns = pairs.count(*map(corpus.tokenizer.characters.find, "\r\n"))
-    checks = (
-        (
-            vocab_size > MAX_VOCAB_SIZE and not corpus.tokenizer.has_bytes,
+    carriage_return, newline = map(corpus.tokenizer.characters.find, "\r\n")
+    is_windows = (pairs.first == carriage_return) & (pairs.second == newline)
+    n_returns = int(pairs.counts[is_windows].sum())
+    found = quick_warnings(corpus)
+    if vocab_size > MAX_VOCAB_SIZE and not corpus.tokenizer.has_bytes:
+        found.append(
             f"a vocabulary of {vocab_size:,} characters makes the model large and slow, and most "
-            "of them are rare; spell those as bytes with -s text.rare=bytes -s text.min_count=2",
-        ),
-        (
-            once > max(10, MAX_ONCE_FRACTION * vocab_size),
+            "of them are rare; spell those as bytes with -s text.rare=bytes -s text.min_count=2"
+        )
+    if once > max(10, MAX_ONCE_FRACTION * vocab_size):
+        found.append(
             f"{once:,} of the {len(known):,} characters occur only once and cannot be learned; "
-            "set text.min_count to 2 or more",
-        ),
-        (
-            longest > MAX_LINE,
-            f"its longest line has {longest:,} characters; check that its line ends are \\n",
-        ),
-        (
-            n_returns > 0,
+            "set text.min_count to 2 or more"
+        )
+    if n_returns:
+        found.append(
             f"{n_returns:,} lines end in CR LF (Windows), which the model will reproduce; "
-            "convert them to LF if that is unwanted",
-        ),
-    )
-    found = [*quick_warnings(corpus), *(warning for holds, warning in checks if holds)]
+            "convert them to LF if that is unwanted"
+        )
     difference = compare_splits(corpus)
     return found if difference is None else [*found, difference.warning]
 
 
-def log_warnings(corpus: Corpus) -> None:
-    """Log what impairs training on a text, as far as that is found at once."""
-    for warning in quick_warnings(corpus):
-        logger.warning(warning)
-
-
 def quick_warnings(corpus: Corpus) -> list[str]:
-    """Return the warnings about a text that are found at once."""
-    warnings = (warn_of_length(corpus), warn_of_list(corpus), warn_of_repeats(corpus))
-    return [warning for warning in warnings if warning]
+    """Return the warnings about training on a text that are found at once."""
+    return [*filter(None, (warn_of_length(corpus), warn_of_list(corpus), warn_of_repeats(corpus)))]
 
 
 def warn_of_length(corpus: Corpus) -> str:
@@ -167,10 +116,9 @@ def warn_of_length(corpus: Corpus) -> str:
             f"give at least {MIN_CHARACTERS:,}, better a million"
         )
     if n_val < MIN_VALIDATION:
-        correct = ", or correct text.documents" if corpus.n_documents else ""
         return (
             f"the validation split has {n_val:,} characters, too few to measure a loss; "
-            f"give a longer text, or set text.val_fraction higher{correct}"
+            "give a longer text, or set text.val_fraction higher"
         )
     return ""
 
@@ -180,24 +128,13 @@ def warn_of_list(corpus: Corpus) -> str:
     if corpus.n_documents:
         return ""
     lines = corpus.tokenizer.decode(corpus.tokens[:CHUNK]).replace("\r", "").split("\n")
-    separators = Counter(filter(SEPARATOR.fullmatch, lines))
-    for line, count in separators.most_common(1):
-        if count >= MIN_SEPARATORS * max(MIN_LIST, len(lines)):
-            return (
-                f"{count:,} lines are {line}; if they separate items, -s "
-                f"text.documents='\\n{line}\\n' shuffles those, and each sample is one item"
-            )
-    items = [line.casefold() for line in lines[:-1]]  # the last one may be cut
-    lengths = [len(item) for item in items]
-    if len(items) < MIN_LIST or 0 in lengths or max(lengths) > MAX_ITEM:
-        return ""
-    n_sorted = sum(first <= second for first, second in pairwise(items))
-    if fmean(lengths) > MAX_MEAN_ITEM and n_sorted < MIN_SORTED * len(items):
+    lengths = [len(line) for line in lines[:-1]]  # the last one may be cut
+    if len(lengths) < MIN_LIST or 0 in lengths or fmean(lengths) > MAX_MEAN_ITEM:
         return ""
     return (
-        "the text looks like a list of items; with -s text.documents=lines they are shuffled, and "
-        "each sample is one item (the loss of shuffled items is not comparable with that of a "
-        "sorted list, in which neighbours are alike)"
+        "the text looks like a list of items; with -s text.documents=lines, or the separator of "
+        "items such as '\\n%\\n', they are shuffled, and each sample is one item (their loss is "
+        "not comparable with that of a sorted list, in which neighbours are alike)"
     )
 
 
@@ -221,8 +158,7 @@ def warn_of_repeats(corpus: Corpus) -> str:
     )
 
 
-@dataclass(frozen=True)
-class SplitDifference:
+class SplitDifference(NamedTuple):
     """How the validation split differs from the training split."""
 
     divergence: float  # KL divergence of the token frequencies, in nats
@@ -255,37 +191,15 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
     divergence = divergence_nats(val_counts, counts)
     if divergence < max(MIN_DIVERGENCE, MIN_DIVERGENCE_RATIO * by_chance):
         return None
-    what, unit = "the end of the text", "token" if corpus.tokenizer.has_bytes else "character"
-    remedy = (
-        "if the text is a list of items, text.documents=lines, =files or =SEPARATOR shuffles it"
-    )
+    remedy = "if the text lists items, text.documents=lines, =files or =SEPARATOR shuffles them"
     if corpus.n_documents:
-        n_val = int((val == corpus.tokenizer.eos_token_id).sum())
-        what = f"the last {n_val:,} of {corpus.n_documents:,} documents"
         remedy = "give more documents, a higher text.val_fraction or another text.seed"
     return SplitDifference(
         divergence,
-        f"the validation split, {what}, differs from the training split: the KL "
-        f"divergence of its {unit} frequencies is {divergence:.3f} nats, {by_chance:.3f} by "
-        f"chance ({_name_differing(corpus.tokenizer, val_counts, counts)}). Its loss measures that "
+        "the validation split differs from the training split: the KL divergence of its token "
+        f"frequencies is {divergence:.3f} nats, {by_chance:.3f} by chance. Its loss measures that "
         f"difference too; {remedy}",
     )
-
-
-def _name_differing(tokenizer: CharTokenizer, counts: Ints, reference: Ints) -> str:
-    """Name the tokens whose frequencies differ most from others, (V,) each, in a phrase.
-
-    They are those with the largest terms of the symmetric KL divergence: a token that is missing
-    has no term in the other one.
-    """
-    probs, reference_probs = (each / each.sum() for each in (counts + 1, reference + 1))
-    gains = probs - reference_probs
-    ranked = np.argsort(-gains * np.log(probs / reference_probs), kind="stable")
-    rarer, commoner = (
-        " ".join(sign_or_code(tokenizer.token_text(token)) for token in tokens[:MAX_DIFFERING])
-        for tokens in (ranked[gains[ranked] < 0].tolist(), ranked[gains[ranked] > 0].tolist())
-    )
-    return f"rarer there: {rarer}; more frequent there: {commoner}"
 
 
 def divergence_nats(counts: Ints, reference: Ints) -> float:
@@ -298,8 +212,6 @@ def divergence_nats(counts: Ints, reference: Ints) -> float:
 def entropy_bits(counts: npt.NDArray[Any]) -> float:
     """Return the entropy in bits of the distribution with these counts (0 for no counts)."""
     present = counts[counts > 0].astype(np.float64)
-    if not present.size:
-        return 0.0
     probs = present / present.sum()
     return float(-(probs * np.log2(probs)).sum()) + 0.0  # no negative zero
 

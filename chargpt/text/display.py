@@ -90,12 +90,8 @@ def display_text(text: str, *, keep_spaces: bool = False) -> str:
 def end_sign(length: int, max_length: int, eos_token: str) -> str:
     """Return the sign to show after a sampled document: its EOS token's, or … if it was cut.
 
-    It is empty for lines, whose end shows.
-
-    Args:
-        length: characters of the document.
-        max_length: characters after which sampling stops.
-        eos_token: "" for a text that is no list of documents.
+    It was cut if its `length` is `max_length`, in characters. There is none for lines, whose end
+    shows, and for a text that is no list of documents, with the EOS token "".
     """
     if eos_token in ("", "\n"):
         return ""

@@ -5,43 +5,44 @@
     meta.json   name, key, files, and sizes and checksums of the others; written last
 
 The first pass counts the characters, for the tokenizer, and hashes the bytes, for the key. The
-second pass encodes. The memory needed is that of a chunk, and of the order of the documents.
+second pass encodes. Documents are then stored in `shuffled_order`, so that every split is a sample
+of them. The memory needed is that of a chunk, and of the order of the documents.
 """
 
-import dataclasses
 import hashlib
-import io
 import json
 import os
 import tempfile
 import zlib
+from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter
-from pydantic.dataclasses import dataclass
+from pydantic import BaseModel, Field
 
 from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError
 from chargpt.files import open_regular, read_json, to_json, write_synced
 from chargpt.log import logger
 from chargpt.text import TextProgress
-from chargpt.text.corpus import Corpus, count_tokens
+from chargpt.text.corpus import Corpus, count_tokens, shuffled, shuffled_order
 from chargpt.text.display import REPLACEMENT
-from chargpt.text.documents import Places, eos_token_of, mark_documents, shuffled, shuffled_order
 from chargpt.text.source import (
-    Chunk,
+    CHUNK_BYTES,
+    Places,
     Source,
     TextFile,
     codec_name,
-    decode,
-    find_source,
+    eos_token_of,
+    find_text,
     iter_chunks,
     opened,
-    require_text,
+    text_pieces,
 )
 from chargpt.text.tokenizer import (
     N_CODE_POINTS,
@@ -57,12 +58,9 @@ TOKENS, LINES, META = "tokens.bin", "lines.bin", "meta.json"
 TEXT_FILES = (TOKENS, LINES, META)
 KEY_VERSION = 1
 MAX_META_BYTES = 500_000_000  # of a million files
-MAX_READ_CHARACTERS = 1 << 30  # of a text that is read as a whole
-CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", title=META))
-class _Meta:
+class _Meta(BaseModel, strict=True, extra="forbid", title=META):
     """The content of `meta.json`, beside its own CRC-32, `crc32`."""
 
     name: str
@@ -91,34 +89,13 @@ def load_corpus(
         return replace(prepare(source, settings, Path(folder), on_progress), folder=None)
 
 
-def find_text(settings: TextConfig, text: str | None = None) -> Source:
-    """Return the source of a text: what `settings.path` names, or else `text` itself.
-
-    Raises:
-        TextError: there is no such text, or it cannot be read.
-    """
-    if text is None:
-        return find_source(settings.path, settings.suffixes)
-    require_text(text)
-    try:
-        return Source("text in memory", stream=io.BytesIO(text.encode()))
-    except UnicodeEncodeError as error:
-        raise TextError(
-            f"the text holds a lone surrogate at index {error.start:,}, which is not a character; "
-            "decode its bytes with their true encoding"
-        ) from None
-
-
 def prepare(
     source: Source, settings: TextConfig, folder: Path, on_progress: TextProgress | None = None
 ) -> Corpus:
     """Read and encode a text, write it to a folder, and log what is notable about it.
 
-    Args:
-        source: of the text.
-        settings: how it is read and encoded.
-        folder: empty, or made here.
-        on_progress: called with "reading" in the first pass and "encoding" in the second.
+    The folder is empty, or made here. `on_progress` is called with "reading" in the first pass and
+    "encoding" in the second.
 
     Raises:
         TextError: the text is empty, changes while it is read, cannot be read or decoded, or the
@@ -148,7 +125,7 @@ def _encode(
     source: Source, settings: TextConfig, folder: Path, on_progress: TextProgress | None
 ) -> Corpus:
     """Read a source in both passes and write the files; see `prepare`."""
-    counts, digests = _count_characters(iter_chunks(source, on_progress, "reading"), settings)
+    counts, digests = _count_characters(source, settings, on_progress)
     if not counts.any():
         raise TextError(f"{source.name} is empty; give a text that holds characters")
     if settings.encoding_errors == "replace" and (count := int(counts[ord(REPLACEMENT)])):
@@ -162,7 +139,7 @@ def _encode(
     tokenizer = CharTokenizer.from_counts(
         counts, min_count, rare, eos_token, settings.extra_characters
     )
-    places = Places()
+    places = Places([], array("q"))
     pieces = text_pieces(iter_chunks(source, on_progress, "encoding"), settings, places)
     path = folder / TOKENS
     checksums = {TOKENS: _write(path, (tokenizer.encode(text, "replace") for text in pieces))}
@@ -187,7 +164,7 @@ def _encode(
         checksums=checksums,
         files=[file._replace(path=_as_utf8(file.path), begin=begin) for file, begin in begins],
     )
-    content = dataclasses.asdict(meta)
+    content = meta.model_dump()
     content["crc32"] = zlib.crc32(to_json(content))
     write_synced(folder / META, [to_json(content)])
     return _open(folder, settings, tokenizer, meta)
@@ -198,37 +175,22 @@ def _as_utf8(name: str) -> str:
     return os.fsencode(name).decode(errors="replace")
 
 
-def _count_characters(chunks: Iterator[Chunk], settings: TextConfig) -> tuple[Ints, list[str]]:
-    """Return the number of occurrences of each code point, and each file's digest."""
+def _count_characters(
+    source: Source, settings: TextConfig, on_progress: TextProgress | None
+) -> tuple[Ints, list[str]]:
+    """Return the number of occurrences of each code point, and the digests of non-empty files.
+
+    BLAKE2b is as strong as SHA-256 and faster on processors without SHA instructions.
+    """
     counts = np.zeros(N_CODE_POINTS, dtype=np.int64)
-    hashes: dict[str, Any] = {}  # by file name
-    for text in text_pieces(_hashed(chunks, hashes), settings):
+    hashes: dict[str, Any] = defaultdict(partial(hashlib.blake2b, digest_size=32))
+    for text in text_pieces(iter_chunks(source, on_progress, "reading", hashes), settings):
         if text.isascii():
             counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
         else:
             found = np.bincount(code_points(text))
             counts[: found.size] += found
     return counts, [digest.hexdigest() for digest in hashes.values()]
-
-
-def _hashed(chunks: Iterator[Chunk], hashes: dict[str, Any]) -> Iterator[Chunk]:
-    """Pass chunks on and hash the bytes of each file that is not empty.
-
-    BLAKE2b is as strong as SHA-256 and faster on processors without SHA instructions.
-    """
-    for chunk in chunks:
-        if chunk.content:
-            digest = hashes.setdefault(chunk.file_name, hashlib.blake2b(digest_size=32))
-            digest.update(chunk.content)
-        yield chunk
-
-
-def text_pieces(
-    chunks: Iterator[Chunk], settings: TextConfig, places: Places | None = None
-) -> Iterator[str]:
-    """Yield the text of chunks in pieces, with the EOS tokens of its documents."""
-    files = decode(chunks, settings.encoding, settings.encoding_errors)
-    return mark_documents(files, settings.documents, places)
 
 
 def text_key(digests: list[str], settings: TextConfig, min_count: int, rare: Rare) -> str:
@@ -262,10 +224,7 @@ def _sha256(tokenizer: CharTokenizer) -> str:
 def read_prepared(folder: Path, settings: TextConfig, tokenizer: CharTokenizer) -> Corpus:
     """Return the text that `prepare` has stored in a folder, every byte checked.
 
-    Args:
-        folder: of the files.
-        settings: of the run that owns the text; they divide it into splits.
-        tokenizer: of that run.
+    Settings and tokenizer are those of the run that owns it; the former divide it into splits.
 
     Raises:
         UnreadableError: the system cannot read a file, which may be intact.
@@ -275,7 +234,7 @@ def read_prepared(folder: Path, settings: TextConfig, tokenizer: CharTokenizer) 
         content = read_json(folder / META, MAX_META_BYTES)
         if content.pop("crc32", None) != zlib.crc32(to_json(content)):
             raise ValueError(f"{META} has changed since it was written")
-        meta = TypeAdapter(_Meta).validate_json(to_json(content))
+        meta = _Meta.model_validate_json(to_json(content))
         if meta.tokenizer_sha256 != _sha256(tokenizer):
             raise ValueError("it is the text of another run")
         for name, (size, checksum) in meta.checksums.items():
@@ -285,10 +244,8 @@ def read_prepared(folder: Path, settings: TextConfig, tokenizer: CharTokenizer) 
         if corpus.tokens.max() >= tokenizer.vocab_size:
             raise ValueError("it holds ids that the vocabulary lacks")
         return corpus
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         cause = str(error).partition("\n")[0]
-    except FileNotFoundError as error:
-        cause = f"{Path(error.filename).name} is missing"
     except OSError as error:
         raise UnreadableError(
             f"the text in {folder} cannot be read ({error.strerror}); try again, and if that does "
@@ -322,28 +279,3 @@ def _open(folder: Path, settings: TextConfig, tokenizer: CharTokenizer, meta: _M
         lines=lines,
         folder=folder,
     )
-
-
-def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig()) -> str:
-    """Return a whole text: a file, folder, glob or `-`, read like a corpus.
-
-    Args:
-        path: of the text.
-        settings: its encoding, documents and suffixes.
-
-    Raises:
-        TextError: it cannot be read or decoded, or is over 2^30 characters.
-    """
-    texts: list[str] = []
-    size = 0
-    max_bytes = 4 * (MAX_READ_CHARACTERS + 1)  # at 4 bytes each, and a byte order mark
-    found = find_source(str(path), settings.suffixes)
-    with opened(found, settings.encoding, max_bytes=max_bytes) as source:
-        for text in text_pieces(iter_chunks(source), settings):
-            size += len(text)
-            if size > MAX_READ_CHARACTERS:
-                raise TextError(
-                    f"{path} is over {MAX_READ_CHARACTERS:,} characters; give a shorter text"
-                )
-            texts.append(text)
-    return "".join(texts)

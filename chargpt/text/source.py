@@ -1,4 +1,9 @@
-"""Find the files of a text, read their bytes in chunks, and decode them."""
+"""Find the files of a text, read their bytes in chunks, decode them, and mark documents.
+
+Documents are the items of a text, such as names, tweets, poems or files. Every document ends with
+the EOS token (end of sequence): one character, which the model learns to predict. It is the line
+end if the documents are lines, else U+001E, the record separator of ASCII.
+"""
 
 import codecs
 import glob
@@ -9,16 +14,19 @@ import stat
 import sys
 import tempfile
 import zlib
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from charset_normalizer import from_bytes
 
+from chargpt.config import TextConfig
 from chargpt.errors import MissingTextError, TextError, most_similar
 from chargpt.log import logger
 from chargpt.text import TextProgress
@@ -26,6 +34,7 @@ from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
 
 CHUNK_BYTES = 1 << 19  # small enough for a processor's cache, with its text and tokens
 MAX_TEXT_BYTES = 100 * 10**9  # of all files together, decompressed
+MAX_READ_CHARACTERS = 1 << 30  # of a text that is read as a whole
 MAX_FILES = 1_000_000
 MAX_COMPARED_NAMES = 2000  # of files, with one that does not exist
 STDIN = "-"
@@ -38,6 +47,7 @@ BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 BYTE_ORDER_MARK = "\ufeff"
+RECORD_SEPARATOR = "\x1e"
 OLDER = ("cp1252", "cp1251", "koi8_r", "shift_jis", "cp949", "euc_jp", "big5", "gb18030")
 
 
@@ -64,13 +74,6 @@ class TextFile(NamedTuple):
         return (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns)
 
 
-class Chunk(NamedTuple):
-    """Some consecutive bytes of a file, decompressed."""
-
-    file_name: str
-    content: bytes
-
-
 @dataclass(frozen=True)
 class Source:
     """A text that can be read.
@@ -80,13 +83,25 @@ class Source:
         files: the files to read, in order.
         stream: the whole text as a seekable stream, instead of files. A source without either is
             standard input.
-        notes: sentences for the user.
+        note: a sentence for the user, or "".
     """
 
     name: str
     files: tuple[TextFile, ...] = ()
     stream: IO[bytes] | None = None
-    notes: tuple[str, ...] = ()
+    note: str = ""
+
+
+class Places(NamedTuple):
+    """Where the files and documents of a text begin.
+
+    Attributes:
+        files: number of characters before each file; of a list of documents, the number of lines.
+        lines: number of lines before each document. Every file begins a new line.
+    """
+
+    files: list[int]
+    lines: "array[int]"
 
 
 def require_text(content: object) -> None:
@@ -100,15 +115,25 @@ def require_text(content: object) -> None:
     raise TextError(f"{problem}; give its content, or the file as path= to train and evaluate")
 
 
-def find_source(path: str | None, suffixes: tuple[str, ...]) -> Source:
-    """Return the source at a path: a file, folder, glob, `-`, or None for the built-in text.
+def find_text(settings: TextConfig, text: str | None = None) -> Source:
+    """Return the source of a text: what `settings.path` names, or else `text` itself.
 
-    `suffixes` are the endings of a folder's files.
+    The path is that of a file, folder or glob, `-`, or None for the built-in text.
 
     Raises:
         MissingTextError: there is no file.
-        TextError: the path cannot be read.
+        TextError: the path cannot be read, or the text is none.
     """
+    path = settings.path
+    if text is not None:
+        require_text(text)
+        try:
+            return Source("text in memory", stream=io.BytesIO(text.encode()))
+        except UnicodeEncodeError as error:
+            raise TextError(
+                f"the text holds a lone surrogate at index {error.start:,}, which is not a "
+                "character; decode its bytes with their true encoding"
+            ) from None
     if path is None:
         return Source(BUILT_IN, stream=io.BytesIO(built_in_text().encode()))
     if path == STDIN:
@@ -117,7 +142,7 @@ def find_source(path: str | None, suffixes: tuple[str, ...]) -> Source:
     try:
         mode = os.stat(found).st_mode
         if stat.S_ISDIR(mode):
-            return _find_folder(found, suffixes)
+            return _find_folder(found, settings.suffixes)
         if stat.S_ISREG(mode):
             return Source(found.name, (_text_file(found),))
     except (FileNotFoundError, NotADirectoryError):
@@ -157,8 +182,8 @@ def _find_glob(pattern: Path) -> Source:
     if not paths:
         raise MissingTextError(f"no file matches {pattern}; correct the pattern or quote it")
     name = "/".join(pattern.parts[-3:])
-    notes = (f"files read of {name}: {len(paths):,}, sorted by path",) if len(paths) > 1 else ()
-    return Source(name, tuple(map(_text_file, paths)), notes=notes)
+    note = f"files read of {name}: {len(paths):,}, sorted by path"
+    return Source(name, tuple(map(_text_file, paths)), note=note)
 
 
 def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
@@ -188,22 +213,16 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
             raise TextError(f"{root} holds over {MAX_FILES:,} files; join them into fewer")
     kind = f"in {', '.join(endings)} (text.suffixes)"
     if not paths:
-        if (root / "checkpoints").is_dir():
-            raise MissingTextError(
-                f"{root} is a run, not a text; name a text (`chargpt train --resume {root}` "
-                "continues the run)"
-            )
-        common = max(others, key=others.__getitem__, default="")
         raise MissingTextError(
             f"the folder {root} holds no file that ends {kind}; name another folder, or its files "
-            f"by a pattern, such as '{root}/**/*{common}'"
+            f"by a pattern, such as '{root}/**/*.py'"
         )
     name = f"{root.absolute().name}/"
     note = f"files read of {name}: {len(paths):,}, which end {kind}, sorted by path"
     if others:
         listed = (f"{n:,} {ending or 'without an ending'}" for ending, n in others.most_common(3))
         note += f"; not read: {others.total():,} ({', '.join(listed)})"
-    return Source(name, tuple(map(_text_file, sorted(paths))), notes=(note,))
+    return Source(name, tuple(map(_text_file, sorted(paths))), note=note)
 
 
 @contextmanager
@@ -218,15 +237,14 @@ def opened(
     Raises:
         TextError: a file cannot be read, or standard input is longer than `max_bytes`.
     """
-    for note in source.notes:
-        logger.info(note)
+    if source.note:
+        logger.info(source.note)
     if encoding == "auto" and len(source.files) > 1:
         binary = {file for file in source.files if _is_binary(file.path)}
         texts = tuple(file for file in source.files if file not in binary)
         if binary and any(file.size for file in texts):
             first = Path(min(binary).path).name
-            files = "1 file" if len(binary) == 1 else f"{len(binary):,} files, such as"
-            logger.warning(f"not read, since binary: {files} {first}")
+            logger.warning(f"files not read, since binary: {len(binary):,}, such as {first}")
             source = replace(source, files=texts)
     if source.files or source.stream is not None:
         yield source
@@ -255,14 +273,15 @@ def copy_stdin(write: Callable[[bytes], object], max_bytes: int) -> None:
 
 
 def iter_chunks(
-    source: Source, on_progress: TextProgress | None = None, stage: str = "reading"
-) -> Iterator[Chunk]:
-    """Yield the bytes of an opened source's files, decompressed; of an empty file one empty chunk.
+    source: Source,
+    on_progress: TextProgress | None = None,
+    stage: str = "reading",
+    hashes: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[str, bytes]]:
+    """Yield the names of an opened source's files with their bytes in chunks, decompressed.
 
-    Args:
-        source: the text.
-        on_progress: called with the stage and the bytes read, as stored.
-        stage: name of this pass over the bytes.
+    Of an empty file there is one empty chunk. `on_progress` is called with the stage, the name of
+    this pass, and the bytes read, as stored. `hashes` are updated, by name, for non-empty files.
 
     Raises:
         TextError: a file cannot be read, changes or is a damaged archive, or the text is too large.
@@ -279,7 +298,9 @@ def iter_chunks(
                     f"the text is over {MAX_TEXT_BYTES:,} bytes, decompressed, at {name}; "
                     "give a shorter text"
                 )
-            yield Chunk(name, content)
+            if hashes is not None and content:
+                hashes[name].update(content)
+            yield name, content
             if on_progress:
                 on_progress(stage, n_stored + position, total)
         n_stored += position
@@ -314,33 +335,34 @@ def codec_name(encoding: str) -> str:
     """Return the canonical name of a text encoding, or raise TextError; `auto` stays `auto`."""
     if encoding == "auto":
         return encoding
-    try:
+    with suppress(LookupError, ValueError):
         info = codecs.lookup(encoding)
         if getattr(info, "_is_text_encoding", True) and info.incrementaldecoder:
             return info.name
-    except (LookupError, ValueError):
-        pass
     raise TextError(
         f"there is no text encoding {encoding!r:.60}; "
         "common ones are utf-8, utf-16, cp1252, cp1251, latin-1"
     )
 
 
-def decode(
-    chunks: Iterable[Chunk], encoding: str, errors: Literal["strict", "replace"]
-) -> Iterator[Iterator[str]]:
-    """Yield the text of each file's chunks in pieces, without byte order marks.
+def text_pieces(
+    chunks: Iterable[tuple[str, bytes]], settings: TextConfig, places: Places | None = None
+) -> Iterator[str]:
+    """Yield the text of chunks in pieces, with the EOS tokens of its documents.
 
     Raises:
         TextError: bytes that do not decode, named with their offset, if errors are `strict`.
     """
-    codec = codec_name(encoding)
-    for name, group in groupby(chunks, key=lambda chunk: chunk.file_name):
-        yield _decode_file(name, codec, errors, (chunk.content for chunk in group))
+    codec = codec_name(settings.encoding)
+    files = (
+        _decode_file(name, codec, settings.encoding_errors, map(itemgetter(1), group))
+        for name, group in groupby(chunks, key=itemgetter(0))
+    )
+    return mark_documents(files, settings.documents, places)
 
 
 def _decode_file(name: str, codec: str, errors: str, contents: Iterator[bytes]) -> Iterator[str]:
-    """Yield the text of one file's chunks, which may end inside a character."""
+    """Yield the text of one file's chunks, which may end inside a character, without its BOM."""
     head = next(contents)
     if codec == "auto":
         codec = next((marked for mark, marked in BOMS if head.startswith(mark)), "utf-8")
@@ -377,3 +399,88 @@ def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str
         f"of the whole text with --encoding{examples}, or replace what does not decode with "
         "--encoding-errors replace"
     )
+
+
+def eos_token_of(documents: str | None) -> str:
+    """Return the character that ends each document of `text.documents`; "" if that is null."""
+    return "" if documents is None else "\n" if documents == "lines" else RECORD_SEPARATOR
+
+
+def mark_documents(
+    files: Iterable[Iterator[str]], documents: str | None, places: Places | None = None
+) -> Iterator[str]:
+    """Yield the text of files with the EOS token after each document, and no empty document.
+
+    Args:
+        files: pieces of the text of each file; a document ends where its file ends. TextError if
+            one holds U+001E, unless that separates them or they are lines.
+        documents: `lines`, `files`, the separator of the documents, or None: nothing is changed.
+        places: receives where files and documents begin.
+    """
+    places = places or Places([], array("q"))
+    eos_token = eos_token_of(documents)
+    begin = 0
+    for pieces in files:
+        places.files.append(begin)
+        if documents is None:
+            for piece in pieces:
+                begin += len(piece)
+                yield piece
+            continue
+        separator = {"lines": "\n", "files": RECORD_SEPARATOR}.get(documents, documents)
+        n_separating = separator.count("\n")  # lines that end in a separator
+        is_open = False  # whether a document has begun
+        for *ended, last in _split(pieces, documents, separator):
+            text = list[str]()
+            for part in ended:
+                if part and not is_open:
+                    places.lines.append(begin)
+                if part or is_open:
+                    text += (part, eos_token)
+                begin += part.count("\n") + n_separating
+                is_open = False
+            if last and not is_open:
+                places.lines.append(begin)
+            is_open = is_open or bool(last)
+            begin += last.count("\n")
+            yield "".join([*text, last])
+        if is_open:
+            yield eos_token
+        begin += 1
+
+
+def _split(pieces: Iterator[str], documents: str, separator: str) -> Iterator[list[str]]:
+    """Yield the text of one file in parts of documents, of which all but the last have ended."""
+    newlines = io.IncrementalNewlineDecoder(None, translate=documents == "lines")
+    rest = ""
+    for piece in pieces:
+        if RECORD_SEPARATOR in piece and documents not in ("lines", RECORD_SEPARATOR):
+            raise TextError(
+                "the text holds the character U+001E, which marks the end of a document; remove it"
+            )
+        *ended, rest = (rest + newlines.decode(piece)).split(separator)
+        complete = max(0, len(rest) - len(separator) + 1)  # the rest may begin a separator
+        yield [*ended, rest[:complete]]
+        rest = rest[complete:]
+    yield (rest + newlines.decode("", final=True)).split(separator)
+
+
+def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig()) -> str:
+    """Return a whole text: a file, folder, glob or `-`, read like a corpus with these settings.
+
+    Raises:
+        TextError: it cannot be read or decoded, or is over 2^30 characters.
+    """
+    texts: list[str] = []
+    size = 0
+    max_bytes = 4 * (MAX_READ_CHARACTERS + 1)  # at 4 bytes each, and a byte order mark
+    found = find_text(settings.model_copy(update={"path": str(path)}))
+    with opened(found, settings.encoding, max_bytes=max_bytes) as source:
+        for text in text_pieces(iter_chunks(source), settings):
+            size += len(text)
+            if size > MAX_READ_CHARACTERS:
+                raise TextError(
+                    f"{path} is over {MAX_READ_CHARACTERS:,} characters; give a shorter text"
+                )
+            texts.append(text)
+    return "".join(texts)

@@ -2,8 +2,13 @@
 
 A character is one Unicode code point. The vocabulary is the sorted characters of the text, and a
 token's id is its index there. Nothing is normalised: line ends, combining marks and joiners are
-characters like any other. Characters rarer than `min_count` are spelled by byte tokens
-(byte_fallback.py), with which any text can be encoded, or share one unknown token.
+characters like any other.
+
+Characters rarer than `min_count` share one unknown token, or are spelled by byte tokens, one for
+each byte of their UTF-8 form, as in SentencePiece: with those any text can be encoded. In order of
+their ids, these are the ASCII bytes that are no character of the vocabulary, the first bytes of
+longer forms, the continuation bytes. Every token but a continuation byte begins a character, so the
+number of characters is that of these tokens.
 """
 
 import codecs
@@ -15,16 +20,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from chargpt.errors import RunError, TextError, UnknownCharacterError
 from chargpt.files import parse_json, read_regular, write_atomically
-from chargpt.text.byte_fallback import CONTINUATION_BYTES, ValidTokens, byte_values, insert_bytes
 from chargpt.text.display import REPLACEMENT, display_char
 
 DECODE_CHUNK = 1 << 20  # ids decoded at once, to bound the memory
@@ -36,11 +39,47 @@ MAX_NAMED = 5  # unknown characters that a message lists one by one
 CHUNK = 1 << 15  # characters encoded at once: small enough for a processor's cache
 FORMAT, VERSION = "chargpt-tokenizer", 1
 
+FIRST_BYTES = bytes(range(0xC2, 0xF5))  # of the UTF-8 forms of two to four bytes
+CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
+LONGER_FORMS = (0x80, 0x800, 0x10000)  # first code points of two, three and four bytes
+# Automaton of valid UTF-8 (RFC 3629, section 4): state, first and last byte, next state. State 0 is
+# between characters; 1 to 3 expect so many continuation bytes; the others restrict the second byte.
+TRANSITIONS = (
+    (0, 0x00, 0x7F, 0),
+    (0, 0xC2, 0xDF, 1),
+    (0, 0xE0, 0xE0, 4),
+    (0, 0xE1, 0xEC, 2),
+    (0, 0xED, 0xED, 5),
+    (0, 0xEE, 0xEF, 2),
+    (0, 0xF0, 0xF0, 6),
+    (0, 0xF1, 0xF3, 3),
+    (0, 0xF4, 0xF4, 7),
+    (1, 0x80, 0xBF, 0),
+    (2, 0x80, 0xBF, 1),
+    (3, 0x80, 0xBF, 2),
+    (4, 0xA0, 0xBF, 1),
+    (5, 0x80, 0x9F, 1),
+    (6, 0x90, 0xBF, 2),
+    (7, 0x80, 0x8F, 2),
+)
+
 UnknownPolicy = Literal["error", "skip", "replace"]
 Rare = Literal["bytes", "keep", "unknown"]
 Tokens = npt.NDArray[Any]  # token ids of any integer type
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+
+
+class ValidTokens(NamedTuple):
+    """Which tokens may come next so that sampled bytes are valid UTF-8.
+
+    Attributes:
+        allowed: whether a token may come in a state, bool of shape (states, V).
+        next_state: the state after it, (states, V); 0 at the start and between characters.
+    """
+
+    allowed: npt.NDArray[np.bool_]
+    next_state: Ints
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,14 +99,23 @@ class CharTokenizer:
     eos_token: str = ""
 
     def __post_init__(self) -> None:
-        assert self.characters, "a vocabulary holds at least one character"
-        assert not (self.has_unknown and self.has_bytes), "nothing is unknown to byte tokens"
-        assert self.eos_token in self.characters, "the EOS token is a character of the vocabulary"
+        if (
+            (self.has_unknown and self.has_bytes)  # nothing is unknown to byte tokens
+            or len(self.eos_token) > 1
+            or self.eos_token not in self.characters
+        ):
+            raise ValueError("its fields contradict each other")
+        codes = code_points(self.characters).astype(np.int64)
+        if not codes.size or (np.diff(codes) <= 0).any() or _is_surrogate(codes).any():
+            raise ValueError("its `characters` are not sorted and distinct characters")
 
     @cached_property
     def bytes_(self) -> bytes:
         """The bytes of the byte tokens, whose ids follow those of the characters."""
-        return byte_values(self.characters) if self.has_bytes else b""
+        if not self.has_bytes:
+            return b""
+        ascii_bytes = bytes(code for code in range(128) if chr(code) not in self.characters)
+        return ascii_bytes + FIRST_BYTES + CONTINUATION_BYTES
 
     @property
     def vocab_size(self) -> int:
@@ -82,7 +130,15 @@ class CharTokenizer:
     @cached_property
     def valid_tokens(self) -> ValidTokens:
         """Which tokens sampling may choose."""
-        return ValidTokens(self.vocab_size, len(self.characters), self.bytes_)
+        shape = (TRANSITIONS[-1][0] + 1 if self.has_bytes else 1, self.vocab_size)
+        valid = ValidTokens(np.zeros(shape, np.bool_), np.zeros(shape, np.int64))
+        valid.allowed[0, : len(self.characters)] = True
+        for token, byte in enumerate(self.bytes_, len(self.characters)):
+            for state, low, high, following in TRANSITIONS:
+                if low <= byte <= high:
+                    valid.allowed[state, token] = True
+                    valid.next_state[state, token] = following
+        return valid
 
     @property
     def eos_token_id(self) -> int:
@@ -108,16 +164,10 @@ class CharTokenizer:
         """
         if self.has_unknown:
             return len(self.characters)
-        printable = filter(str.isprintable, self.characters)
-        others = (character for character in self.characters if character != self.eos_token)
-        candidates = chain((REPLACEMENT, "?", " "), printable, others)
-        known = (character for character in candidates if character in self.characters)
-        return self.characters.index(next(known, self.characters[0]))
-
-    @property
-    def replacement(self) -> str:
-        """Character that `replace` puts for an unknown one."""
-        return self.token_text(self.replacement_id)
+        printable = "".join(filter(str.isprintable, self.characters))
+        others = self.characters.replace(self.eos_token, "")
+        candidates = f"{REPLACEMENT}? {printable}{others}{self.eos_token}"
+        return next(i for i in map(self.characters.find, candidates) if i >= 0)
 
     @classmethod
     def fit(cls, text: str, min_count: int = 1, rare: Rare = "bytes") -> Self:
@@ -146,7 +196,7 @@ class CharTokenizer:
         The other arguments and errors are those of `fit`, and characters that are never rare: the
         EOS token, and others whether the text has them or not.
         """
-        present = np.flatnonzero(counts)
+        is_present = counts > 0
         is_known = counts >= (1 if rare == "keep" else max(1, min_count))
         is_known[code_points(eos_token + characters)] = True
         known = np.flatnonzero(is_known)
@@ -155,12 +205,12 @@ class CharTokenizer:
                 f"no character of the text occurs {min_count:,} times; lower text.min_count, or "
                 "give a longer text"
             )
-        if _is_surrogate(present).any():
+        if _is_surrogate(np.flatnonzero(is_present | is_known)).any():
             raise TextError(
                 "the text decodes to lone surrogates (U+D800 to U+DFFF), which are not characters; "
                 "name its true encoding with --encoding"
             )
-        has_rare = bool((~is_known[present]).any())
+        has_rare = bool((is_present & ~is_known).any())
         return cls(
             codes_to_text(known),
             has_rare and rare == "unknown",
@@ -189,13 +239,14 @@ class CharTokenizer:
 
     @cached_property
     def _id_to_code_point(self) -> npt.NDArray[np.uint32]:
-        """Code point of each id."""
-        return code_points(self.characters + (REPLACEMENT if self.has_unknown else ""))
+        """Code point of each id that is no byte."""
+        return code_points(self.characters + REPLACEMENT * self.has_unknown)
 
     @cached_property
     def _utf8(self) -> list[bytes]:
         """UTF-8 form of each id's character, or its byte."""
-        return [*map(str.encode, self.characters), *(bytes([byte]) for byte in self.bytes_)]
+        characters = self.characters + REPLACEMENT * self.has_unknown
+        return [*map(str.encode, characters), *(bytes([byte]) for byte in self.bytes_)]
 
     def encode(self, text: str, unknown: UnknownPolicy = "error") -> Tokens:
         """Return the ids of a text, shape (tokens,), in `dtype`.
@@ -229,12 +280,13 @@ class CharTokenizer:
             raise UnknownCharacterError(self._describe_unknown(text))
         if is_unknown.any() and unknown == "skip":
             return self.encode(codes_to_text(np.delete(code_points(text), missing[is_unknown])))
-        ids = ids.astype(self.dtype)
         ids[missing[is_unknown]] = self.replacement_id
-        if is_unknown.all():
-            return ids
-        rare = codes_to_text(codes[~is_unknown])
-        return insert_bytes(ids, missing[~is_unknown], rare, self._byte_ids)
+        rare, missing = codes[~is_unknown], missing[~is_unknown]
+        n_further = np.searchsorted(LONGER_FORMS, rare, side="right")  # bytes after the first
+        ids = np.insert(ids, np.repeat(missing, n_further), self._no_id)
+        values = np.frombuffer(codes_to_text(rare).encode(), np.uint8)
+        ids[ids == self._no_id] = self._byte_ids[values]
+        return ids.astype(self.dtype, copy=False)
 
     @cached_property
     def _byte_ids(self) -> Tokens:
@@ -287,8 +339,6 @@ class CharTokenizer:
 
         Of a character that byte tokens spell it returns "" until its last byte.
         """
-        if not self.has_bytes:
-            return (self.characters + REPLACEMENT).__getitem__
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda token: decoder.decode(self._utf8[token])
 
@@ -325,32 +375,17 @@ class CharTokenizer:
             RunError: the text is not the JSON of a tokenizer.
         """
         try:
-            return cls._from_tree(parse_json(text))
+            tree = {"bytes": False, "eos_token": "", **parse_json(text)}
+            if tree.get("format") != FORMAT:
+                raise ValueError("it is not a chargpt tokenizer")
+            if tree.get("version") != VERSION:
+                raise ValueError(f"this chargpt reads version {VERSION}, not its: update chargpt")
+            fields: list[Any] = [*map(tree.get, ("characters", "unknown", "bytes", "eos_token"))]
+            if [*map(type, fields)] != [str, bool, bool, str]:
+                raise ValueError("a field is missing or has another type")
+            return cls(*fields)
         except ValueError as error:
             raise _unusable(origin, error) from None
-
-    @classmethod
-    def _from_tree(cls, tree: dict[str, Any]) -> Self:
-        """Return the tokenizer of a JSON object; ValueError if it is none."""
-        if tree.get("format") != FORMAT:
-            raise ValueError("it is not a chargpt tokenizer")
-        if tree.get("version") != VERSION:
-            raise ValueError(f"this chargpt reads version {VERSION}, not its: update chargpt")
-        characters, has_unknown = tree.get("characters"), tree.get("unknown")
-        has_bytes, eos_token = tree.get("bytes", False), tree.get("eos_token", "")
-        if not (
-            isinstance(characters, str)
-            and isinstance(eos_token, str)
-            and isinstance(has_unknown, bool)
-            and isinstance(has_bytes, bool)
-        ):
-            raise ValueError("a field is missing or has another type")
-        if (has_unknown and has_bytes) or len(eos_token) > 1 or eos_token not in characters:
-            raise ValueError("its fields contradict each other")
-        codes = code_points(characters).astype(np.int64)
-        if not codes.size or (np.diff(codes) <= 0).any() or _is_surrogate(codes).any():
-            raise ValueError("its `characters` are not sorted and distinct characters")
-        return cls(characters, has_unknown, has_bytes, eos_token)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the vocabulary as JSON, atomically."""
@@ -404,12 +439,6 @@ def _unusable(origin: str | os.PathLike[str], error: OSError | ValueError) -> Ru
 
 def name_characters(characters: str) -> str:
     """Return a few different characters with their code points, most frequent first."""
-    ranked = [character for character, _ in Counter(characters).most_common()]
-    names = [
-        f"'{display_char(character)}' U+{ord(character):04X}"
-        if character.isprintable()
-        else f"U+{ord(character):04X}"
-        for character in ranked[:MAX_NAMED]
-    ]
-    others = f" and {len(ranked) - MAX_NAMED:,} more" if len(ranked) > MAX_NAMED else ""
-    return ", ".join(names) + others
+    names = [f"'{display_char(c)}' U+{ord(c):04X}" for c, _ in Counter(characters).most_common()]
+    others = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + others

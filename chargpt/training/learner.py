@@ -12,8 +12,10 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,13 +33,14 @@ from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.run import Run
 from chargpt.store.tensors import load_weights
-from chargpt.text.batches import Batches
-from chargpt.text.corpus import Corpus, Split
+from chargpt.text.corpus import Corpus, Split, block_offsets
 from chargpt.text.display import end_sign
+from chargpt.text.tokenizer import Tokens
 from chargpt.training.optim import Optimizer
 
 SAMPLE_LENGTH = 200  # characters
 N_DOCUMENTS = 5  # per sample, of a list of documents
+MAX_RESIDENT_BYTES = 2**31  # of tokens on a GPU
 
 
 class Learner:
@@ -369,6 +372,46 @@ class Learner:
             # the argument's new name is missing from older supported versions
             warnings.filterwarnings("ignore", "`?broadcast_buffers", FutureWarning)
             return DistributedDataParallel(self.model, device_ids=devices, broadcast_buffers=False)
+
+
+@dataclass
+class Batches:
+    """Blocks of T + 1 consecutive tokens at the random offsets of `block_offsets`.
+
+    There is no iterator state: any rank can compute its rows of any step's batch.
+    """
+
+    tokens: Tokens
+    block_size: int
+    batch_size: int
+    seed: int
+    first_continuation_id: int = 1 << 32
+    resident: tuple[Tensor, Tensor] | None = None  # tokens and 0 .. T, on a device
+
+    def to_device(self, device: torch.device) -> None:
+        """Copy the tokens to a device, if they are small, and gather batches there from now on."""
+        # torch cannot index unsigned integers wider than bytes
+        narrow = np.dtype(np.uint8 if self.tokens.dtype == np.uint8 else np.int32)
+        if len(self.tokens) * narrow.itemsize <= MAX_RESIDENT_BYTES:
+            tokens = torch.from_numpy(self.tokens.astype(narrow))
+            self.resident = tokens.to(device), torch.arange(self.block_size + 1, device=device)
+
+    def at(self, step: int, rows: slice = slice(None)) -> Tensor:
+        """Return the blocks of a step, or some rows of them, as int64 (B, T + 1).
+
+        They are on the CPU, or on the device of `to_device`.
+        """
+        size, first_id = self.block_size, self.first_continuation_id
+        offsets = block_offsets(self.tokens, size, self.batch_size, self.seed, step, first_id)
+        offsets = offsets[rows, None]  # (B, 1)
+        if self.resident is not None:
+            tokens, index = self.resident
+            first = torch.from_numpy(offsets)
+            if tokens.is_cuda:  # a copy from pinned memory does not synchronise
+                first = first.pin_memory()
+            return tokens[first.to(tokens.device, non_blocking=tokens.is_cuda) + index].long()
+        positions = offsets + np.arange(self.block_size + 1)  # (B, T + 1)
+        return torch.from_numpy(self.tokens[positions].astype(np.int64))
 
 
 def micro_batch_size(train: TrainConfig, group: RankGroup) -> int:

@@ -22,8 +22,7 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import find_text
-from chargpt.text.source import STDIN
+from chargpt.text.source import STDIN, find_text
 from chargpt.training.budget import expected_seconds
 from chargpt.training.request import Request, StartMode
 from chargpt.training.schedule import decay_start, lr_factor_at
@@ -134,7 +133,7 @@ def text_of_run(
             if not folder.has_text():
                 folder.adopt_text()
     corpus = folder.read_text(settings, tokenizer)
-    if corpus.source_has_changed():
+    if any(file.has_changed() for file in corpus.files):
         logger.warning(
             f"{corpus.name} has changed since the run began, and the run keeps its own copy; "
             f"`chargpt train TEXT --from {folder.path}` trains on the new text"

@@ -23,14 +23,14 @@ from chargpt.distributed import (
 from chargpt.errors import OperationError, RunError, Stopped, TextError
 from chargpt.files import exists
 from chargpt.inference.baselines import Baselines
+from chargpt.log import logger
 from chargpt.ranks import world_size
 from chargpt.store.folder import RunFolder, has_checkpoint
 from chargpt.store.run import Run, load_run
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
-from chargpt.text.describe import log_warnings
-from chargpt.text.prepare import find_text
-from chargpt.text.source import STDIN
+from chargpt.text.describe import quick_warnings
+from chargpt.text.source import STDIN, find_text
 from chargpt.training.budget import expected_seconds, plan_run, with_measured_threads
 from chargpt.training.deadline import Pace
 from chargpt.training.interrupts import deferred_signals
@@ -137,7 +137,8 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
     name = f"{slug(source.name)}-{config.model.kind}"
     with new_folder(request.out, name, group) as folder:
         corpus = folder.prepare_text(source, config.text, on_progress)
-        log_warnings(corpus)
+        for warning in quick_warnings(corpus):
+            logger.warning(warning)
         if base_run is not None:
             config = finetune.config_for_text(base_run, config, corpus, fixed_keys)
         pace = None
