@@ -149,7 +149,7 @@ def warn_of_repeats(corpus: Corpus) -> str:
     )
     known = set(train)
     repeated = sum(document in known for document in val)
-    if repeated < MIN_REPEATED * len(val):
+    if repeated < max(1, MIN_REPEATED * len(val)):
         return ""
     return (
         f"{repeated:,} of {len(val):,} documents of the validation split, "
