@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chargpt import ranks
 from chargpt.config import DEVICE_PATTERN, DEVICES
+from chargpt.distributed import rank_variable
 from chargpt.errors import CaptureError, DeviceError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -42,7 +42,7 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     """
     if not re.fullmatch(DEVICE_PATTERN, name):
         raise DeviceError(f"device {name!r} is not one of {DEVICES}")
-    local_rank, is_auto = ranks.local_rank(), name == "auto"
+    local_rank, is_auto = rank_variable("LOCAL_RANK"), name == "auto"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     has_mps = torch.backends.mps.is_available()
     if is_auto:
@@ -223,9 +223,8 @@ def memory_limit(device: torch.device | None = None) -> int:
         return 2**63  # unknown: Windows has no sysconf
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in CGROUP_LIMITS:
-        with contextlib.suppress(OSError):
-            written = path.read_text(encoding="ascii").strip()
-            limit = min(limit, int(written)) if written.isdigit() else limit
+        with contextlib.suppress(OSError, ValueError):  # the file may hold `max`
+            limit = min(limit, int(path.read_text(encoding="ascii")))
     return limit
 
 
