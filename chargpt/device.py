@@ -205,12 +205,11 @@ class ThreadTuner:
     def update(self, speed: float) -> int | None:
         """Choose again if that is due at a measured speed; return the number if it changed."""
         self.highest_speed = max(self.highest_speed, speed)
-        is_reduced = torch.get_num_threads() < self.max_threads
-        waited = time.perf_counter() - self.checked
-        if speed > MIN_SPEED * self.highest_speed and not (is_reduced and waited > RETRY_SECONDS):
+        before, now = torch.get_num_threads(), time.perf_counter()
+        may_gain = before < self.max_threads and now - self.checked > RETRY_SECONDS
+        if speed > MIN_SPEED * self.highest_speed and not may_gain:
             return None
-        self.highest_speed, self.checked = speed, time.perf_counter()
-        before = torch.get_num_threads()
+        self.highest_speed, self.checked = speed, now
         threads = choose_threads(self.max_threads)
         return None if threads == before else threads
 

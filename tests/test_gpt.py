@@ -12,7 +12,8 @@ from noise import RUNGS, noisy_model, random_tokens
 from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError, DeviceError, TextError
 from chargpt.export.huggingface import qwen3_config, qwen3_weights
-from chargpt.models import GPT, build_model, count_parameters, gpt
+from chargpt.models import build_model, count_parameters, gpt
+from chargpt.models.gpt import GPT
 from chargpt.models.kernels import NORM_EPS, causal_mask, explicit_attention, uniform_weights
 
 

@@ -23,7 +23,7 @@ from chargpt.export.check import (
 )
 from chargpt.export.huggingface import qwen3_name
 from chargpt.files import write_atomically
-from chargpt.models import GPT
+from chargpt.models.gpt import GPT
 from chargpt.store.run import Run
 from chargpt.text.display import display_text
 from chargpt.text.tokenizer import CharTokenizer

@@ -33,7 +33,8 @@ from chargpt.export.check import (
 )
 from chargpt.files import write_output
 from chargpt.inference.baselines import BIGRAM_ALPHA
-from chargpt.models import GPT, build_model
+from chargpt.models import build_model
+from chargpt.models.gpt import GPT
 from chargpt.store.run import Run
 from chargpt.text.byte_fallback import TRANSITIONS
 from chargpt.text.corpus import PairCounts

@@ -31,9 +31,8 @@ from chargpt.export.check import (
     require_package,
     write_checked,
 )
-from chargpt.models import GPT
-from chargpt.models.base import KVCache
-from chargpt.models.gpt import AttentionInputs
+from chargpt.models import KVCache
+from chargpt.models.gpt import GPT, AttentionInputs
 from chargpt.models.kernels import norm_linear
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer

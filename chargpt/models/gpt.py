@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.models.base import KVCache, LanguageModel
+from chargpt.models import KVCache, LanguageModel
 from chargpt.models.kernels import (
     Dropout,
     RMSNorm,
