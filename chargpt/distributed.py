@@ -64,8 +64,6 @@ class RankGroup:
 
     def all_reduce_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
-        if self.world_size == 1:
-            return flag
         return bool(self.all_reduce_mean(self._scalar(flag)) > 0)
 
     def broadcast(self, number: float) -> float:

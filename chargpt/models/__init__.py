@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
 from chargpt.device import require_memory
-from chargpt.errors import ConfigError, TextError
+from chargpt.errors import TextError
 from chargpt.text.tokenizer import Tokens
 
-MAX_PARAMETERS = 20_000_000_000
 Shape = tuple[int, int, int, int, int]  # L, B, H, K, D
 
 
@@ -72,13 +71,6 @@ class KVCache:
         self.values.copy_(other.values)
         self.tokens = other.tokens.expand(self.keys.size(1), -1)
         self.set_length(other.length)
-
-    def evict(self, n_tokens: int) -> None:
-        """Remove the oldest `n_tokens`, at least half, of a full cache."""
-        assert self.length == self.capacity <= 2 * n_tokens
-        self.set_length(self.capacity - n_tokens)
-        for stored in (self.keys, self.values):
-            stored[:, :, :, : self.length] = stored[:, :, :, n_tokens:]
 
 
 class StaticKVCache(KVCache):
@@ -162,7 +154,10 @@ class LanguageModel(nn.Module, ABC):
 
     def evict_oldest_half(self, cache: KVCache) -> None:
         """Remove the older half of a full cache; the rest is not recomputed."""
-        cache.evict(self.block_size - self.block_size // 2)
+        assert cache.length == self.block_size
+        cache.set_length(self.block_size // 2)
+        for stored in (cache.keys, cache.values):
+            stored[:, :, :, : cache.length] = stored[:, :, :, self.block_size - cache.length :]
 
     @property
     def device(self) -> torch.device:
@@ -214,19 +209,12 @@ def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
     """Return an untrained model for `vocab_size` tokens, on the CPU, in float32.
 
     Raises:
-        ConfigError: the model has more than MAX_PARAMETERS parameters, or it is a bigram model of
-            more than `bigram.MAX_VOCAB_SIZE` tokens.
+        ConfigError: it is a bigram model of more than `bigram.MAX_VOCAB_SIZE` tokens.
     """
     if config.kind == "bigram":
         from chargpt.models.bigram import BigramLM
 
         return BigramLM(vocab_size, config.block_size)
-    n_parameters = count_parameters(config, vocab_size)
-    if n_parameters > MAX_PARAMETERS:
-        raise ConfigError(
-            f"the model would have {n_parameters:,} parameters, more than the maximum of "
-            f"{MAX_PARAMETERS:,}; lower model.n_layer, model.n_embd or model.n_inner"
-        )
     if config.kind == "gpt2":
         from chargpt.models.gpt2 import GPT2
 
