@@ -39,9 +39,8 @@ REWORDED = {  # in pydantic's messages
     "less than or equal to": "at most",
     str(2**63): "2^63",
 }
-DEVICE_PATTERN, DEVICES = r"auto|cpu|mps|cuda(:\d+)?", "auto, cpu, cuda, cuda:N, mps"
 MESSAGES = {  # by pydantic's error type, where its own message is in Python's words
-    "string_pattern_mismatch": f"expected one of {DEVICES}",
+    "string_pattern_mismatch": "expected one of auto, cpu, cuda, cuda:N, mps",
     "model_type": "expected a section with `key: value` lines",
     "tuple_type": "expected a list",
     "missing": "expected a pair",
@@ -328,7 +327,7 @@ class Config(Settings):
 
     seed: int = Field(1337, ge=0, lt=2**63)
     """Seed of initial weights, batches and dropout."""
-    device: str = Field("auto", pattern=f"^({DEVICE_PATTERN})$")
+    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto`: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of matrix products (autocast); weights stay float32. `auto`: bfloat16 on CUDA GPUs that

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chargpt.config import DEVICE_PATTERN, DEVICES
 from chargpt.distributed import rank_variable
 from chargpt.errors import CaptureError, DeviceError
 
@@ -40,25 +39,22 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     Raises:
         DeviceError: it is none of these, or this machine has no such device.
     """
-    if not re.fullmatch(DEVICE_PATTERN, name):
-        raise DeviceError(f"device {name!r} is not one of {DEVICES}")
     local_rank, is_auto = rank_variable("LOCAL_RANK"), name == "auto"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    has_mps = torch.backends.mps.is_available()
-    if is_auto:
-        name = "cuda" if count else "mps" if has_mps else "cpu"
-    if name.startswith("cuda"):
-        if not count:
-            raise DeviceError("no CUDA GPU is available; set device to auto or cpu")
-        index = int(name[5:]) if ":" in name else local_rank % count
-        if index >= count:
-            raise DeviceError(f"{name} is not available; use one of cuda:0 to cuda:{count - 1}")
-        device = torch.device("cuda", index)
-        return device, f"found {torch.cuda.get_device_name(device)}" if is_auto else ""
-    if name == "mps" and not has_mps:
-        raise DeviceError("no Apple GPU is available; set device to auto or cpu")
+    available = ["cpu", "mps"] if torch.backends.mps.is_available() else ["cpu"]
+    available += [f"cuda:{index}" for index in range(count)]
+    if count and name in ("auto", "cuda"):
+        name = f"cuda:{local_rank % count}"
+    elif is_auto:
+        name = available[-1]
+    if name not in available:
+        choices = ", ".join(available)
+        raise DeviceError(f"device {name!r} is not available; set it to auto or one of {choices}")
+    device = torch.device(name)
+    if count and is_auto:
+        return device, f"found {torch.cuda.get_device_name(device)}"
     reason = "found an Apple GPU" if name == "mps" else "no GPU found"
-    return torch.device(name), reason if is_auto else ""
+    return device, reason if is_auto else ""
 
 
 def configure(device: torch.device, *, deterministic: bool = False) -> None:
