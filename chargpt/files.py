@@ -70,20 +70,18 @@ def sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(
-    path: Path, content: bytes | Iterable[bytes], like: os.stat_result | None = None
-) -> None:
+def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Replace a file: readers see the old content or the new, never a part.
 
-    It gets the mode and the owner of `like`.
+    It keeps its mode and, if root writes it, its owner.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         write_synced(temporary, [content] if isinstance(content, bytes) else content)
-        if like is not None:
-            os.chmod(temporary, stat.S_IMODE(like.st_mode))
-            with suppress(OSError):  # only root may
-                os.chown(temporary, like.st_uid, like.st_gid)
+        with suppress(OSError):  # there is none yet, or only root may
+            status = path.stat()
+            os.chmod(temporary, stat.S_IMODE(status.st_mode))
+            os.chown(temporary, status.st_uid, status.st_gid)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -106,13 +104,12 @@ def write_output(path: Path, content: bytes, *, force: bool = False) -> None:
     """
     try:
         require_output(path, force=force)
-        status = path.stat() if path.exists() else None
-        if status is None or (stat.S_ISREG(status.st_mode) and not is_open_descriptor(path)):
+        if path.exists() and (is_open_descriptor(path) or not path.is_file()):
+            with open(path, "ab") as file:  # a redirected /dev/stdout is a file, and not to be cut
+                file.write(content)
+        else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(Path(os.path.realpath(path)), content, status)
-            return
-        with open(path, "ab") as file:  # a redirected /dev/stdout is a file, and not to be cut
-            file.write(content)
+            write_atomically(Path(os.path.realpath(path)), content)
     except BrokenPipeError:  # nobody reads: that is no error
         raise
     except OSError as error:
