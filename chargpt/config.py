@@ -41,13 +41,15 @@ NANOGPT_NAMES = {  # settings of nanoGPT, and what they are called here
     "grad_clip": "train.clip_norm",
     "warmup_iters": "schedule.warmup",
 }
+NOT_SEPARATORS = ("line", "file", "none", "null", "paragraph")  # singular; typed as if choices
 REWORDED = {  # in pydantic's messages
     "Input should be": "expected",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
     str(2**63): "2^63",
 }
-MESSAGES = {  # by pydantic's error type, where its own message names Python's types
+MESSAGES = {  # by pydantic's error type, where its own message is in Python's words
+    "string_pattern_mismatch": "expected one of auto, cpu, cuda, cuda:N, mps",
     "model_type": "expected a section with `key: value` lines",
     "tuple_type": "expected a list",
     "missing": "expected a pair",
@@ -56,7 +58,6 @@ MESSAGES = {  # by pydantic's error type, where its own message names Python's t
 NORM_EPS = 1e-6  # of every RMSNorm
 MAX_BLOCK_SIZE = 65_536
 MAX_SAMPLES = 4096
-DEVICE_PATTERN, DEVICES = r"auto|cpu|mps|cuda(:\d+)?", "auto, cpu, cuda, cuda:N, mps"
 
 UnitInterval = Annotated[float, Field(gt=0, le=1)]
 
@@ -122,15 +123,13 @@ class TextConfig(Settings):
     @classmethod
     def unescape_separator(cls, documents: str | None) -> str | None:
         """Accept `\\n` for a line end, and a line end for `lines`."""
-        separator = unescape(documents or "")
-        if documents == "":
-            raise ValueError("expected `lines`, `files` or a separator")
-        words = {"line": "lines", "file": "files", "none": "null", "null": "null"}
-        words["paragraph"] = r"\n\n"
-        meant = words.get(separator.strip().lower().removesuffix("s"))
-        if meant is not None and separator != meant:
-            raise ValueError(f"expected `lines`, `files` or a separator; did you mean {meant}?")
-        return "lines" if separator == "\n" else separator or None
+        if documents is None:
+            return None
+        separator = unescape(documents)
+        is_word = separator.strip().lower().removesuffix("s") in NOT_SEPARATORS
+        if not separator or (is_word and separator not in ("lines", "files")):
+            raise ValueError(r"expected `lines`, `files`, null or a separator such as \n\n")
+        return "lines" if separator == "\n" else separator
 
     val_fraction: float = Field(0.1, gt=0, lt=1)
     """Fraction of the text in the validation split, after the training split."""
@@ -202,14 +201,10 @@ class ModelConfig(Settings):
 
     @model_validator(mode="after")
     def require_head_divisibility(self) -> Self:
-        if self.kind == "gpt2" and self.n_embd % self.n_head:
-            raise ValueError(
-                f"n_embd {self.n_embd} must be divisible by n_head = {self.n_head} for gpt2"
-            )
-        if self.kind == "gpt" and self.n_embd % (2 * self.n_head):
-            raise ValueError(
-                f"n_embd {self.n_embd} must be divisible by 2 * n_head = {2 * self.n_head}"
-            )
+        words, factor = ("n_head", 1) if self.kind == "gpt2" else ("2 * n_head", 2)
+        divisor = factor * self.n_head
+        if self.kind != "bigram" and self.n_embd % divisor:
+            raise ValueError(f"n_embd {self.n_embd} must be divisible by {words} = {divisor}")
         return self
 
 
@@ -341,7 +336,7 @@ class Config(Settings):
 
     seed: int = Field(1337, ge=0, lt=2**63)
     """Seed of initial weights, batches and dropout."""
-    device: str = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto`: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of matrix products (autocast); weights stay float32. `auto`: bfloat16 on CUDA GPUs that
@@ -360,8 +355,6 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def require_consistent_settings(self) -> Self:
-        if not re.fullmatch(DEVICE_PATTERN, self.device):
-            raise ValueError(f"device {self.device!r} is not one of {DEVICES}")
         if self.optim.l2_sp and self.train.from_run is None:
             raise ValueError(
                 "optim.l2_sp pulls towards the weights of train.from_run; set that too"
@@ -454,8 +447,6 @@ def validate(
     except ValidationError as error:
         details = error.errors(include_url=False)
         problems = [_problem(detail, origin, lines or {}) for detail in details[:MAX_PROBLEMS]]
-        if len(details) > MAX_PROBLEMS:
-            problems.append(f"and {len(details) - MAX_PROBLEMS} more")
         if origin and lines is None:
             problems[0] = f"{origin}: {problems[0]}"
         raise ConfigError("; ".join(problems)) from None
@@ -483,10 +474,9 @@ def _problem(detail: Mapping[str, Any], origin: str, lines: Mapping[str, int]) -
 def shipped_configs() -> dict[str, Path]:
     """Return the paths of the configs in the package, by name."""
     package = Path(__file__).parent
-    for folder in (package / "configs", package.parent / "configs"):  # wheel, source tree
-        if folder.is_dir():
-            return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-    return {}
+    wheel, source_tree = package / "configs", package.parent / "configs"
+    folder = wheel if wheel.is_dir() else source_tree
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -500,10 +490,8 @@ def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], di
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read(MAX_YAML_CHARACTERS + 1)  # parse_yaml rejects more
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); name another file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error}); correct it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as UTF-8 text ({error}); name another") from None
     return parse_yaml(text, str(path))
 
 
@@ -550,12 +538,8 @@ def merge_settings(
         tree[key] = tree[key] | value if is_merged else value
     for key, value in values.items():
         set_dotted(tree, key, value)
-        section = key.partition(".")[0]
-        lines = {  # without those of values that are not the file's now
-            each: line
-            for each, line in lines.items()
-            if each != section and not f"{each}.".startswith(f"{key}.")
-        }
+    replaced = tuple(f"{key}." for key in values)  # their values are no longer the file's
+    lines = {key: line for key, line in lines.items() if not f"{key}.".startswith(replaced)}
     return validate(tree, origin, lines), frozenset(fixed_keys)
 
 

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chargpt import ranks
-from chargpt.config import DEVICE_PATTERN, DEVICES
+from chargpt.distributed import rank_variable
 from chargpt.errors import CaptureError, DeviceError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -40,25 +39,22 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     Raises:
         DeviceError: it is none of these, or this machine has no such device.
     """
-    if not re.fullmatch(DEVICE_PATTERN, name):
-        raise DeviceError(f"device {name!r} is not one of {DEVICES}")
-    local_rank, is_auto = ranks.local_rank(), name == "auto"
+    local_rank, is_auto = rank_variable("LOCAL_RANK"), name == "auto"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    has_mps = torch.backends.mps.is_available()
-    if is_auto:
-        name = "cuda" if count else "mps" if has_mps else "cpu"
-    if name.startswith("cuda"):
-        if not count:
-            raise DeviceError("no CUDA GPU is available; set device to auto or cpu")
-        index = int(name[5:]) if ":" in name else local_rank % count
-        if index >= count:
-            raise DeviceError(f"{name} is not available; use one of cuda:0 to cuda:{count - 1}")
-        device = torch.device("cuda", index)
-        return device, f"found {torch.cuda.get_device_name(device)}" if is_auto else ""
-    if name == "mps" and not has_mps:
-        raise DeviceError("no Apple GPU is available; set device to auto or cpu")
+    available = ["cpu", "mps"] if torch.backends.mps.is_available() else ["cpu"]
+    available += [f"cuda:{index}" for index in range(count)]
+    if count and name in ("auto", "cuda"):
+        name = f"cuda:{local_rank % count}"
+    elif is_auto:
+        name = available[-1]
+    if name not in available:
+        choices = ", ".join(available)
+        raise DeviceError(f"device {name!r} is not available; set it to auto or one of {choices}")
+    device = torch.device(name)
+    if count and is_auto:
+        return device, f"found {torch.cuda.get_device_name(device)}"
     reason = "found an Apple GPU" if name == "mps" else "no GPU found"
-    return torch.device(name), reason if is_auto else ""
+    return device, reason if is_auto else ""
 
 
 def configure(device: torch.device, *, deterministic: bool = False) -> None:
@@ -205,12 +201,11 @@ class ThreadTuner:
     def update(self, speed: float) -> int | None:
         """Choose again if that is due at a measured speed; return the number if it changed."""
         self.highest_speed = max(self.highest_speed, speed)
-        is_reduced = torch.get_num_threads() < self.max_threads
-        waited = time.perf_counter() - self.checked
-        if speed > MIN_SPEED * self.highest_speed and not (is_reduced and waited > RETRY_SECONDS):
+        before, now = torch.get_num_threads(), time.perf_counter()
+        may_gain = before < self.max_threads and now - self.checked > RETRY_SECONDS
+        if speed > MIN_SPEED * self.highest_speed and not may_gain:
             return None
-        self.highest_speed, self.checked = speed, time.perf_counter()
-        before = torch.get_num_threads()
+        self.highest_speed, self.checked = speed, now
         threads = choose_threads(self.max_threads)
         return None if threads == before else threads
 
@@ -223,9 +218,8 @@ def memory_limit(device: torch.device | None = None) -> int:
         return 2**63  # unknown: Windows has no sysconf
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in CGROUP_LIMITS:
-        with contextlib.suppress(OSError):
-            written = path.read_text(encoding="ascii").strip()
-            limit = min(limit, int(written)) if written.isdigit() else limit
+        with contextlib.suppress(OSError, ValueError):  # the file may hold `max`
+            limit = min(limit, int(path.read_text(encoding="ascii")))
     return limit
 
 

@@ -1,23 +1,43 @@
-"""Data-parallel training: the ranks that `torchrun` starts, and their process group."""
+"""Data-parallel training: the ranks that `torchrun` starts, and their process group.
+
+The command line imports this module before it knows whether it needs torch.
+"""
 
 import os
+import re
 from dataclasses import dataclass
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from chargpt.errors import DeviceError
-from chargpt.ranks import is_main_rank, world_size
 
-LOST_RANK = (  # in the messages of gloo, NCCL and NCCL's watchdog
-    "gloo",
-    "remote process exited",
-    "Connection closed by",
-    "ncclRemoteError",
-    "NCCL communicator was aborted",
-    "Watchdog caught collective operation timeout",
+if TYPE_CHECKING:
+    import torch
+
+LOST_RANK = (  # in errors of torch, gloo, NCCL and NCCL's watchdog
+    "DistNetworkError|gloo|remote process exited|Connection closed by|ncclRemoteError|"
+    "NCCL communicator was aborted|Watchdog caught collective operation timeout"
 )
+
+
+def world_size() -> int:
+    """Return the number of ranks that `torchrun` started; 1 without it."""
+    return max(1, rank_variable("WORLD_SIZE", 1))
+
+
+def is_main_rank() -> bool:
+    """Return whether this process is rank 0, or the only one."""
+    return world_size() == 1 or rank_variable("RANK") == 0
+
+
+def rank_variable(name: str, default: int = 0) -> int:
+    """Return an environment variable of `torchrun`, or raise DeviceError if it is no number."""
+    text = os.environ.get(name) or str(default)
+    if not (text.isascii() and text.isdigit() and len(text) < 7):
+        raise DeviceError(
+            f"the environment variable {name} is {text!r:.40}, not the number that `torchrun` "
+            "sets; unset it"
+        )
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -32,9 +52,11 @@ class RankGroup:
         """Whether this is rank 0, the one that prints and writes."""
         return self.rank == 0
 
-    def all_reduce_mean(self, value: Tensor) -> Tensor:
+    def all_reduce_mean(self, value: "torch.Tensor") -> "torch.Tensor":
         """Return the mean of a tensor over all ranks (all-reduce)."""
         if self.world_size > 1:
+            import torch.distributed as dist
+
             value = value.clone()
             dist.all_reduce(value)
             value /= self.world_size
@@ -42,24 +64,26 @@ class RankGroup:
 
     def all_reduce_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
-        if self.world_size == 1:
-            return flag
         return bool(self.all_reduce_mean(self._scalar(flag)) > 0)
 
     def broadcast(self, number: float) -> float:
         """Return rank 0's number on every rank."""
         if self.world_size == 1:
             return number
+        import torch.distributed as dist
+
         tensor = self._scalar(number)
         dist.broadcast(tensor, src=0)
         return float(tensor)
 
-    def _scalar(self, number: float) -> Tensor:
+    def _scalar(self, number: float) -> "torch.Tensor":
         # on the CPU, which has a backend of its own: on a GPU each number would synchronise
+        import torch
+
         return torch.tensor(float(number), dtype=torch.float64)
 
 
-def init_process_group(device: torch.device) -> RankGroup:
+def init_process_group(device: "torch.device") -> RankGroup:
     """Join the process group of `torchrun`, if it started this process, or raise DeviceError."""
     size = world_size()
     is_main_rank()  # checks the variable
@@ -69,6 +93,8 @@ def init_process_group(device: torch.device) -> RankGroup:
         raise DeviceError(
             "an Apple GPU trains with one process; start without torchrun, or set device to cpu"
         )
+    import torch
+    import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
     if device.type == "cuda":
@@ -93,13 +119,14 @@ def init_process_group(device: torch.device) -> RankGroup:
 
 def is_lost_rank_error(error: Exception) -> bool:
     """Return whether an error means that the connection to another rank was lost."""
-    is_network_error = isinstance(error, dist.DistNetworkError) or any(
-        words in str(error) for words in LOST_RANK
-    )
-    return world_size() > 1 and is_network_error and "out of memory" not in str(error)
+    message = repr(error)
+    is_network_error = re.search(LOST_RANK, message) and "out of memory" not in message
+    return world_size() > 1 and bool(is_network_error)
 
 
 def destroy_process_group() -> None:
     """Destroy the process group, if there is one."""
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -22,7 +22,6 @@ from chargpt.errors import ConfigError
 Buffers = Sequence[bytes | memoryview]  # the content of a file, in parts
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK}  # by a network file system
 MAX_YAML_CHARACTERS = 200_000  # the parser takes seconds for a megabyte
-MAX_DEPTH = 20  # of YAML
 MAX_NUMBER_CHARACTERS = 100  # of YAML
 # A mark in the first bytes of every page and plot of ours; these may be written again without
 # asking.
@@ -52,8 +51,7 @@ def entry_names(folder: Path) -> list[str]:
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Write a file and flush it to disk (fsync)."""
     with open(path, "wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
+        file.writelines(chunks)
         file.flush()
         os.fsync(file.fileno())
 
@@ -72,20 +70,18 @@ def sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(
-    path: Path, content: bytes | Iterable[bytes], like: os.stat_result | None = None
-) -> None:
+def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Replace a file: readers see the old content or the new, never a part.
 
-    It gets the mode and the owner of `like`.
+    It keeps its mode and, if root writes it, its owner.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         write_synced(temporary, [content] if isinstance(content, bytes) else content)
-        if like is not None:
-            os.chmod(temporary, stat.S_IMODE(like.st_mode))
-            with suppress(OSError):  # only root may
-                os.chown(temporary, like.st_uid, like.st_gid)
+        with suppress(OSError):  # there is none yet, or only root may
+            status = path.stat()
+            os.chmod(temporary, stat.S_IMODE(status.st_mode))
+            os.chown(temporary, status.st_uid, status.st_gid)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -108,13 +104,12 @@ def write_output(path: Path, content: bytes, *, force: bool = False) -> None:
     """
     try:
         require_output(path, force=force)
-        status = path.stat() if path.exists() else None
-        if status is None or (stat.S_ISREG(status.st_mode) and not is_open_descriptor(path)):
+        if path.exists() and (is_open_descriptor(path) or not path.is_file()):
+            with open(path, "ab") as file:  # a redirected /dev/stdout is a file, and not to be cut
+                file.write(content)
+        else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(Path(os.path.realpath(path)), content, status)
-            return
-        with open(path, "ab") as file:  # a redirected /dev/stdout is a file, and not to be cut
-            file.write(content)
+            write_atomically(Path(os.path.realpath(path)), content)
     except BrokenPipeError:  # nobody reads: that is no error
         raise
     except OSError as error:
@@ -250,7 +245,7 @@ def parse_yaml(
     try:
         loader = _Loader(source)
         node = loader.get_single_node()
-        value = {} if node is None else _to_python(loader, node, "", lines, 0)
+        value = {} if node is None else _to_python(loader, node, "", lines)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         # the last four: values that do not match their tag, or are nested too deep
         mark = getattr(error, "problem_mark", None)
@@ -264,26 +259,20 @@ def parse_yaml(
     return value, lines
 
 
-def _to_python(
-    loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int], depth: int
-) -> Any:
+def _to_python(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int]) -> Any:
     """Return a node as dicts, lists and scalars; record lines and reject repeated keys."""
-    if depth > MAX_DEPTH:
-        raise _fault(f"it is nested more than {MAX_DEPTH} levels deep", node)
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise _fault("a key must be a single word", key_node)
             key = str(key_node.value)
             dotted = f"{path}.{key}" if path else key
             if key in result:
                 raise _fault(f"{dotted} is set twice, first on line {lines[dotted]}", key_node)
             lines[dotted] = key_node.start_mark.line + 1
-            result[key] = _to_python(loader, value_node, dotted, lines, depth + 1)
+            result[key] = _to_python(loader, value_node, dotted, lines)
         return result
     if isinstance(node, yaml.SequenceNode):
-        return [_to_python(loader, child, path, lines, depth + 1) for child in node.value]
+        return [_to_python(loader, child, path, lines) for child in node.value]
     if node.tag.endswith((":int", ":float", ":timestamp")) and (
         # dates, base-60 and very long numbers remain text, which no numeric setting accepts
         ":" in node.value or len(node.value) > MAX_NUMBER_CHARACTERS or node.tag.endswith("stamp")

@@ -12,7 +12,7 @@ from chargpt.device import capture_graph
 from chargpt.inference import decoders
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.generation import stream_pieces
-from chargpt.models.base import StaticKVCache
+from chargpt.models import StaticKVCache
 from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run

@@ -14,8 +14,8 @@ from chargpt.inference.numpy_decoder import (
     ParallelDecoder,
     is_supported,
 )
-from chargpt.models import GPT
 from chargpt.models.bigram import BigramLM
+from chargpt.models.gpt import GPT
 from chargpt.models.ngram import NGramLM
 
 DECODERS = {"numpy": NumpyDecoder, "graph": GraphDecoder, "model": ModelDecoder}

@@ -66,22 +66,15 @@ def test_auto_uses_one_gpu_per_local_rank(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert choose_device("auto")[0] == choose_device("cuda")[0] == torch.device("cuda", index)
         assert choose_device("cuda:1")[0] == torch.device("cuda", 1)
-    with pytest.raises(DeviceError, match="cuda:2 is not available; use one of cuda:0 to cuda:1"):
+    with pytest.raises(DeviceError, match=r"'cuda:2' is not available; .* cpu, cuda:0, cuda:1"):
         choose_device("cuda:2")
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (("cuda", "cuda:0", "mps"), "GPU is available; set device to auto or cpu"),
-        (("tpu", "cuda:", "cuda:x", "CPU", ""), "is not one of auto, cpu, cuda, cuda:N, mps"),
-    ],
-)
-def test_an_unavailable_or_unknown_device_is_rejected(names: tuple[str, ...], message: str) -> None:
-    for name in names:
-        with pytest.raises(DeviceError, match=message):
-            choose_device(name)
+@pytest.mark.parametrize("name", [*"cuda cuda:0 mps tpu cuda: cuda:x CPU".split(), ""])
+def test_an_unavailable_or_unknown_device_is_rejected(name: str) -> None:
+    with pytest.raises(DeviceError, match=r"is not available; set it to auto or one of cpu$"):
+        choose_device(name)
 
 
 def test_a_configured_dtype_is_used() -> None:

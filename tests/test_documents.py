@@ -147,13 +147,9 @@ def test_separators_are_written_with_escapes() -> None:
     written = Config().with_values({"text.documents": "\\n\\n"})
     assert written.text.documents == "\n\n"
     assert Config().with_values({"text.documents": "\\n"}).text.documents == "lines"
-    wrong = {"line": "lines", "Files": "files", "lines\\n": "lines", "None": "null"}
-    wrong["paragraphs"] = r"\n\n"
-    for documents, meant in wrong.items():
-        with pytest.raises(ConfigError, match=re.escape(f"did you mean {meant}?")):
+    for documents in ("line", "Files", "lines\\n", "None", "paragraphs", ""):
+        with pytest.raises(ConfigError, match=r"`lines`, `files`, null or a separator such as"):
             Config().with_values({"text.documents": documents})
-    with pytest.raises(ConfigError, match="`lines`, `files` or a separator"):
-        Config().with_values({"text.documents": ""})
 
 
 @pytest.fixture(scope="module")

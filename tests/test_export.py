@@ -33,7 +33,8 @@ from chargpt.export.huggingface import TransformersRuntime, export_huggingface, 
 from chargpt.export.onnx import OnnxRuntime, export_onnx
 from chargpt.imports import import_huggingface
 from chargpt.log import collected_notes
-from chargpt.models import GPT, build_model
+from chargpt.models import build_model
+from chargpt.models.gpt import GPT
 from chargpt.store.checkpoint import RunState
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run, load_run

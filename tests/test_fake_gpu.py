@@ -29,7 +29,7 @@ from chargpt.inference.decoders import (
     build_decoder,
 )
 from chargpt.inference.numpy_decoder import NumpyDecoder
-from chargpt.models import GPT
+from chargpt.models.gpt import GPT
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus

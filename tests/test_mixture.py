@@ -21,7 +21,7 @@ import chargpt
 from chargpt.config import Config, TextConfig
 from chargpt.inference.decoders import build_decoder
 from chargpt.inference.evaluation import evaluate_tokens, even_spans
-from chargpt.models import GPT
+from chargpt.models.gpt import GPT
 from chargpt.models.mixture import Mixture
 from chargpt.models.ngram import NGramLM
 from chargpt.models.word_context import BACKOFF_ORDER, WordContextModel, word_token_mask

@@ -14,9 +14,9 @@ import pytest
 from conftest import REPOSITORY, Cli, refusal, run_here, start_cli
 
 from chargpt.cli import console, tables
+from chargpt.distributed import is_main_rank, world_size
 from chargpt.errors import ConfigError, DeviceError, OperationError, TextError
 from chargpt.files import write_output
-from chargpt.ranks import is_main_rank, world_size
 
 TINY = (
     "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=1 -s model.n_embd=16 "

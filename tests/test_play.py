@@ -21,7 +21,8 @@ from chargpt.config import Config
 from chargpt.errors import OperationError
 from chargpt.export import html
 from chargpt.export.html import export_html, half_weights, make_page
-from chargpt.models import GPT, build_model
+from chargpt.models import build_model
+from chargpt.models.gpt import GPT
 from chargpt.store.checkpoint import RunState
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import Run, load_run

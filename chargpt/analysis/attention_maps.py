@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chargpt.models import GPT
+from chargpt.models.gpt import GPT
 from chargpt.models.gpt2 import GPT2
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 

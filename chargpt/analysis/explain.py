@@ -28,8 +28,7 @@ from chargpt.analysis.attention_maps import (
 from chargpt.analysis.plots import inline_heads
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, TextError
-from chargpt.models import GPT
-from chargpt.models.gpt import PREVIOUS_TOKEN_LAYERS
+from chargpt.models.gpt import GPT, PREVIOUS_TOKEN_LAYERS
 from chargpt.models.gpt2 import GPT2
 from chargpt.models.kernels import (
     attention_scores,

@@ -20,7 +20,7 @@ from chargpt.files import write_output
 from chargpt.inference.baselines import NGRAM
 from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.generation import sample
-from chargpt.models import GPT
+from chargpt.models.gpt import GPT
 from chargpt.models.gpt2 import GPT2
 from chargpt.models.ngram import NGRAM_ORDER
 from chargpt.store.folder import REPORT, RunFolder

@@ -23,8 +23,8 @@ from typer.core import TyperGroup
 from chargpt import __version__
 from chargpt.cli import console
 from chargpt.cli.signals import exit_at_once, handling
+from chargpt.distributed import is_main_rank
 from chargpt.errors import ChargptError, DeviceError, Stopped
-from chargpt.ranks import is_main_rank
 
 # Typer vendors click in some versions and depends on it in others; the bases of its public
 # exception are right in both.

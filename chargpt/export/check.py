@@ -17,7 +17,8 @@ from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError, ConfigError, OperationError
 from chargpt.inference.generation import sample
 from chargpt.log import logger
-from chargpt.models import GPT, LanguageModel
+from chargpt.models import LanguageModel
+from chargpt.models.gpt import GPT
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
 

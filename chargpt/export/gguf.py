@@ -18,7 +18,7 @@ from chargpt.errors import ConfigError
 from chargpt.export.check import ExportCheck, Logits, write_checked
 from chargpt.export.huggingface import qwen3_weights
 from chargpt.files import write_atomically
-from chargpt.models import GPT
+from chargpt.models.gpt import GPT
 from chargpt.store.run import Run
 from chargpt.text.display import display_text
 from chargpt.text.tokenizer import CharTokenizer

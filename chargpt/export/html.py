@@ -25,7 +25,8 @@ from chargpt.errors import ChargptError
 from chargpt.export.check import ExportCheck, Logits, compare, encode, exportable_model, logits
 from chargpt.files import write_output
 from chargpt.inference.baselines import BIGRAM_ALPHA
-from chargpt.models import GPT, build_model
+from chargpt.models import build_model
+from chargpt.models.gpt import GPT
 from chargpt.store.run import Run
 from chargpt.text.corpus import PairCounts
 from chargpt.text.display import display_text

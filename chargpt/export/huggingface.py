@@ -20,7 +20,7 @@ from torch import Tensor
 from chargpt.config import NORM_EPS
 from chargpt.errors import ChargptError
 from chargpt.export.check import ExportCheck, Logits, write_checked
-from chargpt.models import GPT
+from chargpt.models.gpt import GPT
 from chargpt.store.run import Run
 from chargpt.text.display import REPLACEMENT
 from chargpt.text.tokenizer import CharTokenizer

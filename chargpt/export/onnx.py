@@ -23,9 +23,8 @@ from torch.export import Dim
 
 from chargpt.errors import ConfigError
 from chargpt.export.check import ExportCheck, Logits, encode, write_checked
-from chargpt.models import GPT
-from chargpt.models.base import KVCache
-from chargpt.models.gpt import AttentionInputs
+from chargpt.models import KVCache
+from chargpt.models.gpt import GPT, AttentionInputs
 from chargpt.models.kernels import norm_linear
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer

@@ -31,8 +31,7 @@ from chargpt.errors import OperationError, TextError
 from chargpt.inference.decoders import Decoder, build_decoder
 from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.sampler import max_logits
-from chargpt.models import LanguageModel
-from chargpt.models.base import eval_mode
+from chargpt.models import LanguageModel, eval_mode
 from chargpt.models.mixture import Mixture
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import Tokens, UnknownPolicy

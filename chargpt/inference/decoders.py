@@ -27,8 +27,8 @@ from chargpt.inference.numpy_decoder import (
     is_supported,
 )
 from chargpt.log import logger
-from chargpt.models import GPT, LanguageModel
-from chargpt.models.base import KVCache, StaticKVCache
+from chargpt.models import KVCache, LanguageModel, StaticKVCache
+from chargpt.models.gpt import GPT
 from chargpt.text.tokenizer import Tokens
 
 MAX_CPU_WORK = 100_000_000  # parameters x sequences: beyond it the CPU is not tried beside a GPU

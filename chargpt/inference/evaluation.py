@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chargpt.errors import NOT_FINITE, ConfigError, OperationError, TextError
-from chargpt.models import LanguageModel
-from chargpt.models.base import eval_mode
+from chargpt.models import LanguageModel, eval_mode
 from chargpt.store.run import Run, as_run
 from chargpt.text.corpus import Split, block_offsets
 from chargpt.text.source import mark_documents, read_text, require_text

@@ -20,8 +20,7 @@ from chargpt.config import SampleConfig
 from chargpt.errors import ChargptError, ConfigError
 from chargpt.inference.decoders import build_decoder
 from chargpt.inference.sampler import generate
-from chargpt.models import LanguageModel
-from chargpt.models.base import KVCache, eval_mode
+from chargpt.models import KVCache, LanguageModel, eval_mode
 from chargpt.store.run import Run, as_run
 from chargpt.text.tokenizer import CharTokenizer, Floats, Ints, Tokens, UnknownPolicy
 

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from chargpt.config import NORM_EPS
-from chargpt.models import GPT, LanguageModel
-from chargpt.models.base import KVCache
-from chargpt.models.gpt import Attention
+from chargpt.models import KVCache, LanguageModel
+from chargpt.models.gpt import GPT, Attention
 from chargpt.models.kernels import RMSNorm
 from chargpt.text.tokenizer import Tokens
 

@@ -13,8 +13,7 @@ import numpy as np
 from chargpt.device import require_memory
 from chargpt.errors import NOT_FINITE, OperationError, TextError
 from chargpt.inference.evaluation import OnProgress, Windows, iter_losses, sliding_windows
-from chargpt.models import LanguageModel
-from chargpt.models.base import eval_mode
+from chargpt.models import LanguageModel, eval_mode
 from chargpt.store.run import Run, as_run
 from chargpt.text.corpus import document_ends
 from chargpt.text.source import require_text

@@ -1,14 +1,183 @@
-"""Token ids in, logits out. `build_model` makes every trainable model from its config.
+"""The interface of every model, token ids in, logits out; its KV cache; and `build_model`.
 
-It imports the other models when one is built, since most runs train a GPT.
+`build_model` makes every trainable model from its config, and imports the class that it builds.
+
+Shapes in this file: B = batch, T = new tokens, V = vocabulary size, L = layers, H = heads,
+S = cached tokens including the new ones, K = capacity, D = head size.
 """
 
-from chargpt.config import ModelConfig
-from chargpt.errors import ConfigError
-from chargpt.models.base import LanguageModel as LanguageModel
-from chargpt.models.gpt import GPT as GPT
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 
-MAX_PARAMETERS = 20_000_000_000
+import torch
+from torch import Tensor, nn
+
+from chargpt.config import ModelConfig
+from chargpt.device import require_memory
+from chargpt.errors import TextError
+from chargpt.text.tokenizer import Tokens
+
+Shape = tuple[int, int, int, int, int]  # L, B, H, K, D
+
+
+class KVCache:
+    """Keys and values of every layer, (L, B, H, K, D) each, written in place.
+
+    `length` is the number of stored tokens, at most `capacity`. `tokens` are the latest token ids,
+    (B, any number): all of them for a GPT-2, which recomputes its keys after an eviction, the last
+    `LOOKBACK` for a mixture; none for other models.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate an empty cache of shape (L, B, H, K, D); DeviceError if memory is too small."""
+        n_bytes = 2 * math.prod(shape) * dtype.itemsize
+        require_memory(n_bytes, f"a KV cache of {shape[1]:,} x {shape[3]:,} tokens", device)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.tokens = torch.zeros(shape[1], 0, dtype=torch.int64, device=device)
+        self.capacity = shape[3]
+        self.length = 0
+
+    def positions(self, n_tokens: int) -> slice | Tensor:
+        """Return the index of the next `n_tokens` positions."""
+        return slice(self.length, self.length + n_tokens)
+
+    def mask(self) -> Tensor | None:
+        """Return which of the keys that `append` returns are visible, (T, S); None for causal."""
+        return None
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values (B, H, T, D); return all stored ones of the layer, (B, H, S, D)."""
+        end = self.length + keys.size(2)
+        assert end <= self.capacity, f"{end} tokens exceed the cache's capacity {self.capacity}"
+        self.keys[layer, :, :, self.length : end] = keys
+        self.values[layer, :, :, self.length : end] = values
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+    def advance(self, n_tokens: int) -> None:
+        """Add `n_tokens` to the length, after every layer has appended them."""
+        self.set_length(self.length + n_tokens)
+
+    def set_length(self, length: int) -> None:
+        """Set the number of stored tokens."""
+        self.length = length
+
+    def copy_from(self, other: "KVCache") -> None:
+        """Copy the tokens of another cache of the same capacity, whose batch may be 1."""
+        self.keys.copy_(other.keys)
+        self.values.copy_(other.values)
+        self.tokens = other.tokens.expand(self.keys.size(1), -1)
+        self.set_length(other.length)
+
+
+class StaticKVCache(KVCache):
+    """KV cache whose decode step can be captured as a CUDA graph.
+
+    A graph replays the same operations on the same memory. So the position of the next token is a
+    tensor on the device, and attention reads all K keys under a mask. `forward` does not advance
+    this cache: the caller does, outside of the graph, with `set_length(length + 1)`.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, dtype, device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)  # equal to `length`
+        self.columns = torch.arange(self.capacity, device=device)  # (K,)
+
+    def positions(self, n_tokens: int) -> Tensor:
+        assert n_tokens == 1, "a static cache takes one token a step"
+        return self.position
+
+    def mask(self) -> Tensor:
+        return (self.columns <= self.position)[None]  # (1, K)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values (B, H, 1, D) at `position`; return the layer's buffers, S = K."""
+        buffers = self.keys[layer], self.values[layer]  # (B, H, K, D) each
+        for buffer, new in zip(buffers, (keys, values), strict=True):
+            buffer.index_copy_(2, self.position, new.to(buffer.dtype))
+        return buffers
+
+    def advance(self, n_tokens: int) -> None:
+        """Do nothing: a captured step must not change the position."""
+
+    def set_length(self, length: int) -> None:
+        """Set the number of stored tokens, without a host-device sync."""
+        self.length = length
+        self.position.fill_(length)
+
+
+class LanguageModel(nn.Module, ABC):
+    """Model of the next token at every position."""
+
+    lookback = 0  # earlier tokens that `Mixture.forward` takes as `before`
+
+    def __init__(self, vocab_size: int, block_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.block_size = block_size  # maximum context length in tokens
+        self.first_continuation_id = vocab_size  # ids from here on are continuation bytes of UTF-8
+
+    @abstractmethod
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Return logits (B, T, V) for `tokens` (B, T) of any integer type.
+
+        With a cache, `tokens` continue the cached ones and are appended to it.
+
+        Raises:
+            TextError: the tokens are not (B, T), or exceed the block size (which limits a bigram
+                model only with a cache).
+        """
+
+    def check_tokens(
+        self, tokens: Tensor | Tokens, cache: KVCache | None = None, *, any_length: bool = False
+    ) -> Tensor:
+        """Return tokens (B, T) as an int64 tensor; raise as `forward` does."""
+        if not isinstance(tokens, Tensor):
+            tokens = torch.as_tensor(tokens, device=self.device)
+        if tokens.dim() != 2:
+            shape = tuple(tokens.shape)
+            raise TextError(f"tokens of shape {shape} are not (batch, tokens): write tokens[None]")
+        n_tokens = tokens.size(1) + (0 if cache is None else cache.length)
+        if n_tokens > self.block_size and not any_length:
+            raise TextError(
+                f"{n_tokens:,} tokens exceed the block size {self.block_size:,}; give the last "
+                "ones, or use chargpt.evaluate or chargpt.sample"
+            )
+        return tokens.long()
+
+    @abstractmethod
+    def new_cache(self, batch_size: int) -> KVCache:
+        """Return an empty cache for `batch_size` sequences of up to `block_size` tokens."""
+
+    def evict_oldest_half(self, cache: KVCache) -> None:
+        """Remove the older half of a full cache; the rest is not recomputed."""
+        assert cache.length == self.block_size
+        cache.set_length(self.block_size // 2)
+        for stored in (cache.keys, cache.values):
+            stored[:, :, :, : cache.length] = stored[:, :, :, self.block_size - cache.length :]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(chain(self.parameters(), self.buffers())).device
+
+    def num_parameters(self) -> int:
+        """Return the number of parameters."""
+        return sum(p.numel() for p in self.parameters())
+
+
+@contextmanager
+def eval_mode(model: LanguageModel) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore its mode afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def count_parameters(config: ModelConfig, vocab_size: int) -> int:
@@ -17,10 +186,7 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> int:
         return vocab_size**2
     width = config.n_embd
     if config.kind == "gpt2":
-        from chargpt.models.gpt2 import MLP_RATIO
-
-        matrices = (4 + 2 * MLP_RATIO) * width**2
-        layer = matrices + (4 + 1 + MLP_RATIO + 4) * width  # and biases, norms
+        layer = 12 * width**2 + 13 * width  # matrices; biases and norms
         return config.n_layer * layer + (vocab_size + config.block_size + 2) * width
     layer = 0
     if config.attention == "full":
@@ -43,21 +209,16 @@ def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
     """Return an untrained model for `vocab_size` tokens, on the CPU, in float32.
 
     Raises:
-        ConfigError: the model has more than MAX_PARAMETERS parameters, or it is a bigram model of
-            more than `bigram.MAX_VOCAB_SIZE` tokens.
+        ConfigError: it is a bigram model of more than `bigram.MAX_VOCAB_SIZE` tokens.
     """
     if config.kind == "bigram":
         from chargpt.models.bigram import BigramLM
 
         return BigramLM(vocab_size, config.block_size)
-    n_parameters = count_parameters(config, vocab_size)
-    if n_parameters > MAX_PARAMETERS:
-        raise ConfigError(
-            f"the model would have {n_parameters:,} parameters, more than the maximum of "
-            f"{MAX_PARAMETERS:,}; lower model.n_layer, model.n_embd or model.n_inner"
-        )
     if config.kind == "gpt2":
         from chargpt.models.gpt2 import GPT2
 
         return GPT2(config, vocab_size)
+    from chargpt.models.gpt import GPT
+
     return GPT(config, vocab_size)

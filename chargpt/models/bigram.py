@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from chargpt.errors import ConfigError
-from chargpt.models.base import KVCache, LanguageModel
+from chargpt.models import KVCache, LanguageModel
 from chargpt.text.corpus import PairCounts
 
 MAX_VOCAB_SIZE = 20_000

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.models.base import KVCache, LanguageModel
+from chargpt.models import KVCache, LanguageModel
 from chargpt.models.kernels import (
     Dropout,
     RMSNorm,
@@ -256,17 +256,17 @@ def init_previous_token_heads(model: GPT) -> None:
     """
     config = model.config
     model.embedding.weight[:, 0] = SHARED_VALUE * config.n_embd**0.5
-    head_size, half = config.head_size, config.head_size // 2
+    half = config.head_size // 2
     n_distances = PREVIOUS_TOKEN_LAYERS + config.n_head
-    cos, sin = rotary_tables(n_distances, head_size, config.rope_theta)  # (n_distances, D)
+    cos, sin = rotary_tables(n_distances, config.head_size, config.rope_theta)
     # pairs of low frequency hardly distinguish nearby positions
     used = torch.arange(half) < N_PAIRS  # (D / 2,)
+    vector = torch.cat((used, torch.zeros(half)))  # (D,)
+    rotated = torch.cat((cos[:, :half] * used, sin[:, :half] * used), dim=1)  # (n_distances, D)
     for layer, block in enumerate(model.blocks[:PREVIOUS_TOKEN_LAYERS]):
         assert isinstance(block.attention, Attention), "the model has full attention"
         query, key = block.attention.query.weight, block.attention.key.weight  # (C, C) each
         query.mul_(NOISE_SCALE)
         key.mul_(NOISE_SCALE)
-        for head in range(config.n_head):
-            rows, distance = slice(head * head_size, (head + 1) * head_size), layer + head + 1
-            query[rows, 0] = torch.cat((used, torch.zeros(half)))
-            key[rows, 0] = torch.cat((cos[distance, :half] * used, sin[distance, :half] * used))
+        query[:, 0] = vector.repeat(config.n_head)
+        key[:, 0] = rotated[layer + 1 : layer + 1 + config.n_head].flatten()

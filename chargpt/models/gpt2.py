@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.models.base import KVCache, LanguageModel
+from chargpt.models import KVCache, LanguageModel
 from chargpt.models.kernels import explicit_attention, fast_attention
 
-MLP_RATIO = 4
 INIT_STD = 0.02
 
 
@@ -52,8 +51,8 @@ class GPT2MLP(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(width, MLP_RATIO * width)
-        self.down = nn.Linear(MLP_RATIO * width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP of x, (B, T, C)."""

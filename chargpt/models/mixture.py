@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chargpt.models.base import KVCache, LanguageModel
+from chargpt.models import KVCache, LanguageModel
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import MAX_TOKENS, NGramLM
 from chargpt.models.word_context import (

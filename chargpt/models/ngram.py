@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from chargpt.models.base import KVCache, LanguageModel
+from chargpt.models import KVCache, LanguageModel
 from chargpt.text.tokenizer import Ints, Tokens
 
 NGRAM_ORDER = 6  # higher orders gain nothing on texts of a million characters

@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from chargpt.config import Config, TextConfig
+from chargpt.distributed import is_main_rank
 from chargpt.errors import ChargptError, RunError
 from chargpt.files import (
     UNSUPPORTED,
@@ -35,7 +36,6 @@ from chargpt.files import (
     write_atomically,
 )
 from chargpt.log import logger
-from chargpt.ranks import is_main_rank
 from chargpt.store.checkpoint import (
     CHECKPOINT_NAME,
     CONFIG,

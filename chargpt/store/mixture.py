@@ -15,7 +15,7 @@ import torch
 
 from chargpt.errors import RunError
 from chargpt.files import exists, read_regular, write_atomically
-from chargpt.models import GPT
+from chargpt.models.gpt import GPT
 from chargpt.models.mixture import MIXTURE_ORDER, Gate, Mixture
 from chargpt.models.ngram import MAX_TOKENS
 from chargpt.store.folder import MIXTURE_FILE, RunFolder

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from chargpt.distributed import is_main_rank, world_size
 from chargpt.errors import ConfigError, FinishedError, Stopped
 from chargpt.log import collected_notes, logger
-from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.run import Run, load_run
 from chargpt.text.source import require_text
 from chargpt.training.mixing import try_add_mixture

@@ -12,7 +12,7 @@ from torch import Tensor
 from chargpt.errors import NOT_FINITE, ChargptError, OperationError
 from chargpt.inference.evaluation import block_windows, gather_rows
 from chargpt.log import logger
-from chargpt.models import GPT
+from chargpt.models.gpt import GPT
 from chargpt.models.mixture import Gate, Mixture
 from chargpt.store.mixture import save_mixture
 from chargpt.store.run import Run

@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 
 from chargpt.config import Config
+from chargpt.distributed import world_size
 from chargpt.errors import ConfigError
-from chargpt.ranks import world_size
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.source import STDIN
 from chargpt.training.deadline import PLANNED_KEYS, Deadline, parse_duration

@@ -11,12 +11,11 @@ import torch
 
 from chargpt.config import Config
 from chargpt.device import choose_device
-from chargpt.distributed import init_process_group
+from chargpt.distributed import init_process_group, is_main_rank
 from chargpt.errors import ConfigError, FinishedError, RunError, TextError
 from chargpt.files import exists
 from chargpt.inference.baselines import Baselines
 from chargpt.log import logger
-from chargpt.ranks import is_main_rank
 from chargpt.store.checkpoint import Checkpoint, name_of
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run, newest_run, open_run

@@ -19,12 +19,12 @@ from chargpt.distributed import (
     destroy_process_group,
     init_process_group,
     is_lost_rank_error,
+    world_size,
 )
 from chargpt.errors import OperationError, RunError, Stopped, TextError
 from chargpt.files import exists
 from chargpt.inference.baselines import Baselines
 from chargpt.log import logger
-from chargpt.ranks import world_size
 from chargpt.store.folder import RunFolder, has_checkpoint
 from chargpt.store.run import Run, load_run
 from chargpt.text import TextProgress
