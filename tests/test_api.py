@@ -25,7 +25,7 @@ from chargpt.errors import (
 )
 from chargpt.models import build_model
 from chargpt.store.folder import RunFolder
-from chargpt.training.request import Request, StartMode
+from chargpt.training.start import Request, StartMode
 from chargpt.training.trainer import StepReport, Trainer
 
 TINY = {

@@ -22,7 +22,7 @@ from chargpt.training import budget as budget_module
 from chargpt.training import trainer as trainer_module
 from chargpt.training.budget import TIMED_TOKENS, Cost, Trials
 from chargpt.training.deadline import RESERVE, Deadline, Pace, Plan, mixture_seconds
-from chargpt.training.schedule import lr_factor_at
+from chargpt.training.optim import lr_factor_at
 from chargpt.training.start import Session
 
 TINY = (

@@ -37,6 +37,7 @@ from chargpt.training.deadline import (
     replanning_note,
 )
 from chargpt.training.learner import Learner, training_bytes
+from chargpt.training.optim import lr_factor_at
 from chargpt.training.planner import (
     RECIPE,
     SIZES,
@@ -46,8 +47,7 @@ from chargpt.training.planner import (
     size_values,
     unique_token_equivalents,
 )
-from chargpt.training.request import Request
-from chargpt.training.schedule import lr_factor_at
+from chargpt.training.start import Request
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.run import Run, load_run
 from chargpt.text.source import require_text
 from chargpt.training.mixing import try_add_mixture
-from chargpt.training.request import Request, StartMode
-from chargpt.training.start import Session, open_session
+from chargpt.training.start import Request, Session, StartMode, open_session
 
 
 def train(

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from chargpt.config import Config, OptimConfig, SampleConfig, TrainConfig
-from chargpt.device import can_capture, capture_graph
+from chargpt.device import can_capture, capture_graph, require_memory
 from chargpt.distributed import RankGroup
 from chargpt.errors import CaptureError, ConfigError
 from chargpt.inference.baselines import fit_ngram
@@ -71,6 +71,8 @@ class Learner:
         self.corpus, self.group, self.device = corpus, group, device
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.micro_batch_size = micro_batch_size(train, group)
+        n_bytes = training_bytes(config, corpus.tokenizer.vocab_size, self.micro_batch_size)
+        require_memory(n_bytes, "a model and batches of these sizes", device)
         self.captured_forward_backward: Callable[[Tensor], Tensor] | None = None
         self.captured_update: Callable[[int, float], object] | None = None
         self.capture_error: str | None = None
@@ -120,9 +122,8 @@ class Learner:
         Raises:
             RunError: it belongs to another model.
         """
-        load_weights(self.model, saved.model, saved.folder)
-        if saved.raw_weights is not saved.model:  # with EMA: the averages, only to check them
-            load_weights(self.model, saved.raw_weights, saved.folder)
+        for tensors in (saved.model, saved.raw_weights):  # with EMA: the averages are only checked
+            load_weights(self.model, tensors, saved.folder)
         self.model.zero_grad(set_to_none=True)
         self.ema_weights = self._start_ema(saved.model)
         self.optimizer = Optimizer(self.model, optim, self.dtype)
@@ -319,9 +320,9 @@ class Learner:
                 unigram=lambda: self.corpus.token_counts("train"),
             )
             texts = ["".join(each) for each in zip(*pieces, strict=True)]
-        signs = [end_sign(len(text), options.length, tokenizer.eos_token) for text in texts]
         return "\n".join(
-            options.prompt + text + sign for text, sign in zip(texts, signs, strict=True)
+            options.prompt + text + end_sign(len(text), options.length, tokenizer.eos_token)
+            for text in texts
         )
 
     # -- weights ----------------------------------------------------------------------------

@@ -25,9 +25,8 @@ from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import find_text
 from chargpt.text.source import STDIN
 from chargpt.training.budget import expected_cost
-from chargpt.training.request import Request, StartMode
-from chargpt.training.schedule import decay_start, lr_factor_at
-from chargpt.training.start import Session
+from chargpt.training.optim import decay_start, lr_factor_at
+from chargpt.training.start import Request, Session, StartMode
 from chargpt.training.trainer import Trainer
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
