@@ -425,7 +425,7 @@ def test_a_finished_run_goes_on_with_a_short_warmup_to_a_fraction_of_its_rates(
     train(tiny_config(), corpus, tmp_path / "run")
     saved, config, notes = resume(RunFolder(tmp_path / "run"), {"train.max_steps": 24})
     assert config.schedule.restarts == ((12, 0.5),)
-    assert any("warm up to 50% of their peak and decay again" in note for note in notes)
+    assert any("rates rise from 8% to 50% of their peak" in note for note in notes)
     assert factors(config)[:12] == factors(saved.config)  # the config still repeats the run
     assert max(factors(config)[12:]) <= 0.5
     assert factors(config)[-1] == pytest.approx(0.5 / 12)
@@ -608,7 +608,7 @@ def test_a_run_stopped_just_before_its_end_goes_on_like_a_finished_one(notes: li
     before = Config().with_values({"train.max_steps": 100})
     after = continued(before, 200, 97)
     assert after.schedule.restarts == ((97, 0.5),)
-    assert any("warm up to 50% of their peak" in note for note in notes)
+    assert any("to 50% of their peak" in note for note in notes)
     assert factors(after)[:97] == factors(before)[:97]  # the config still repeats the run
     assert sum(factors(after)[97:]) > 10
     assert not continued(before, 200, 90).schedule.restarts

@@ -166,71 +166,51 @@ class Learner:
         return loss.detach()
 
     def _capture(self) -> None:
-        """Capture the forward and backward pass and the update as CUDA graphs."""
-        self.captured_forward_backward = self.captured_update = None
-        try:
-            forward_backward, gradients = self._capture_forward_backward()
-            self.captured_update = self._capture_update(gradients)
-            self.captured_forward_backward = forward_backward
-        except CaptureError as error:
-            self.capture_error = str(error)
-        finally:
-            self.model.zero_grad(set_to_none=True)
+        """Capture the forward and backward pass and the update as CUDA graphs.
 
-    # The captured functions do not refer to `self`: in a cycle, the memory of trial models would
-    # wait for the garbage collector.
-
-    def _capture_forward_backward(self) -> tuple[Callable[[Tensor], Tensor], list[Tensor | None]]:
-        """Return `forward_backward` of a single micro-batch as a CUDA graph, and its gradients.
-
-        Raises:
-            CaptureError: capture failed.
+        The captured functions do not refer to `self`: in a cycle, the memory of trial models would
+        wait for the garbage collector.
         """
-        parameters = list(self.model.parameters())
+        self.captured_forward_backward = self.captured_update = None
+        parameters, optimizer = list(self.model.parameters()), self.optimizer
+        state = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
         static_batch = self.batches.at(0).to(self.device)
+        # learning rates of zero leave the weights as they are
+        static_step, static_factor = torch.zeros(2, device=self.device).unbind()
 
-        def step() -> Tensor:
+        def forward_backward() -> Tensor:
             self.model.zero_grad(set_to_none=True)  # so that the graph writes into new gradients
             return self.forward_backward(static_batch)
 
-        replay = capture_graph(step, self.device, is_random=self.dropout > 0)
-        gradients = [parameter.grad for parameter in parameters]
+        def update() -> Tensor:
+            optimizer.step(static_step, static_factor)
+            return static_factor
 
-        def replayed(micro_batch: Tensor) -> Tensor:
+        try:
+            replay_step = capture_graph(forward_backward, self.device, is_random=self.dropout > 0)
+            gradients = [parameter.grad for parameter in parameters]
+            replay_update = capture_graph(update, self.device)
+        except CaptureError as error:
+            self.capture_error = str(error)
+            return
+        finally:
+            optimizer.load_state_dict(state)
+            self.model.zero_grad(set_to_none=True)
+
+        def captured_forward_backward(micro_batch: Tensor) -> Tensor:
             static_batch.copy_(micro_batch)
-            loss = replay()
+            loss = replay_step()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             return loss
 
-        return replayed, gradients
-
-    def _capture_update(self, gradients: list[Tensor | None]) -> Callable[[int, float], object]:
-        """Return `optimizer.step` with the gradients of the other graph as a CUDA graph.
-
-        Raises:
-            CaptureError: capture failed.
-        """
-        optimizer = self.optimizer
-        state = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
-        # learning rates of zero leave the weights as they are
-        static_step, static_factor = torch.zeros(2, device=self.device).unbind()
-        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-
-        def step() -> Tensor:
-            optimizer.step(static_step, static_factor)
-            return static_factor
-
-        replay = capture_graph(step, self.device)
-        optimizer.load_state_dict(state)
-
-        def replayed(step: int, factor: float) -> None:
+        def captured_update(step: int, factor: float) -> None:
             static_step.fill_(step)
             static_factor.fill_(factor)
-            replay()
+            replay_update()
 
-        return replayed
+        self.captured_forward_backward = captured_forward_backward
+        self.captured_update = captured_update
 
     def objective(self, micro_batch: Tensor) -> tuple[Tensor, Tensor]:
         """Return the objective and the mean loss in nats of a micro-batch (B, T + 1).

@@ -194,9 +194,8 @@ class Optimizer:
         for name, tensor in self.state_dict().items():
             saved = tensors.get(name)
             if saved is None or saved.shape != tensor.shape:  # copy_ would broadcast it
-                cause = "is missing" if saved is None else f"has shape {tuple(saved.shape)}"
                 raise RunError(
-                    f"the saved optimizer does not fit this model ({name} {cause}); resume from "
+                    f"the saved optimizer does not fit this model (first at {name}); resume from "
                     "another checkpoint"
                 )
             tensor.copy_(saved)

@@ -25,7 +25,7 @@ from chargpt.distributed import (
 from chargpt.errors import ConfigError, OperationError, RunError, Stopped, TextError
 from chargpt.files import exists
 from chargpt.inference.baselines import Baselines
-from chargpt.ranks import world_size
+from chargpt.ranks import is_main_rank, world_size
 from chargpt.store.folder import Existing, RunFolder
 from chargpt.store.layout import has_checkpoint
 from chargpt.store.run import Run, load_run
@@ -150,25 +150,15 @@ class Request:
 
 @dataclass
 class Session:
-    """A run that is ready to train: one invocation of training, whoever drives it.
-
-    Attributes:
-        trainer: of the run.
-        folder: locked until the session ends.
-        baselines: of the text; None on other ranks than 0.
-        cost: expected of the remaining steps.
-        pace: keeps a run with a budget within its deadline.
-        base_run: whose weights are the start.
-        resumed_at: step that a resumed run continues from.
-    """
+    """A run that is ready to train: one invocation of training, whoever drives it."""
 
     trainer: Trainer
-    folder: RunFolder
-    baselines: Baselines | None
-    cost: Cost
-    pace: Pace | None = None
-    base_run: Run | None = None
-    resumed_at: int | None = None
+    folder: RunFolder  # locked until the session ends
+    baselines: Baselines | None  # of the text; None on other ranks than 0
+    cost: Cost  # expected of the remaining steps
+    pace: Pace | None = None  # keeps a run with a budget within its deadline
+    base_run: Run | None = None  # whose weights are the start of a new run
+    resumed_at: int | None = None  # step that a resumed run continues from
 
     def reports(self, on_signal: Callable[[int], object] = lambda _: None) -> Iterator[StepReport]:
         """Run all steps and yield a report after each.
@@ -220,8 +210,8 @@ def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[list[int]]:
                     previous[number] = signal.signal(number, handle)
         yield caught
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for replaced, handler in previous.items():
+            signal.signal(replaced, handler)
 
 
 @contextmanager
@@ -274,7 +264,10 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
     config = with_measured_threads(config)
     source = find_text(config.text, request.text)
     name = f"{slug(source.name)}-{config.model.kind}"
-    with new_folder(request.out, name, group) as folder:
+    with (
+        output_folder(request.out, name) as path,
+        RunFolder(path).locked(is_new=True) as folder,
+    ):
         corpus = folder.prepare_text(source, config.text, on_progress)
         log_warnings(corpus)
         if base_run is not None:
@@ -316,7 +309,7 @@ def start_run(
     seconds = None
     if pace is not None:
         config, seconds = pace.fit_plan()
-    ngram = baselines and baselines.ngram
+    ngram = None if baselines is None else baselines.ngram
     trainer = Trainer(config, corpus, folder=folder, group=group, ngram=ngram, base_run=base_run)
     cost = expected_cost(trainer, seconds)
     if group.is_main:
@@ -332,29 +325,16 @@ def slug(name: str) -> str:
 
 
 @contextmanager
-def new_folder(out: Path | None, name: str, group: RankGroup) -> Iterator[RunFolder]:
-    """Lock the folder of a new run: `out`, by default a new one, runs/NAME.
-
-    Other ranks than 0 lock and write nothing.
-    """
-    if not group.is_main:
-        yield RunFolder(out or Path("runs"))
-        return
-    with output_folder(out, name) as path, RunFolder(path).locked(is_new=True) as folder:
-        yield folder
-
-
-@contextmanager
 def output_folder(out: Path | None, name: str) -> Iterator[Path]:
     """Return OUT, or else create runs/NAME, or runs/NAME-N with the first free number.
 
-    A folder that stays empty is deleted.
+    A folder that stays empty is deleted. Other ranks than 0 create nothing.
 
     Raises:
         RunError: it cannot be created.
     """
-    if out is not None:
-        yield out
+    if out is not None or not is_main_rank():
+        yield out or Path("runs")
         return
     had_parent = exists(Path("runs"))
     for number in itertools.count(1):

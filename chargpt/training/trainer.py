@@ -102,7 +102,7 @@ class Trainer:
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # metrics still on the device
         self.metrics_written = -math.inf  # time
         self.last_loss: float | None = None  # of the last step whose loss was read
-        self.last_validation: tuple[int, Evaluation] | None = None  # and its step
+        self.last_validation: StepReport | None = None
         self.config_is_unsaved = False
         self.stopped_by: Literal["deadline", "signal"] | None = None  # before the last step
         if saved is not None:
@@ -263,7 +263,7 @@ class Trainer:
         if self.group.is_main:
             max_tokens, started = self.config.train.evaluation_tokens, time.perf_counter()
             report.validation = self.learner.evaluate("val", max_tokens)
-            self.last_validation = report.step, report.validation
+            self.last_validation = report
             report.validation_seconds = time.perf_counter() - started
             nats = report.validation.nats_per_char
             self._record({"step": report.step, VALIDATION: nats})
@@ -282,10 +282,10 @@ class Trainer:
 
     def float32_validation(self, step: int) -> Evaluation | None:
         """Return the validation after a step, if it was the last one and ran in float32."""
-        if self.dtype != torch.float32 or self.last_validation is None:
+        last = self.last_validation
+        if self.dtype != torch.float32 or last is None or last.step != step:
             return None
-        validated_step, validation = self.last_validation
-        return validation if validated_step == step else None
+        return last.validation
 
     def _sample(self, report: StepReport) -> None:
         """Add a generated text to a report and to the metrics."""
@@ -307,10 +307,9 @@ class Trainer:
         if not self.pending:
             return
         values = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in self.pending])
+        rows = self.group.all_reduce_mean(values).tolist()
         records: list[dict[str, object]] = []
-        for (step, factor, _, _), (loss, norm) in zip(
-            self.pending, self.group.all_reduce_mean(values).tolist(), strict=True
-        ):
+        for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):
             self._require_finite(loss, norm, step)
             records.append({"step": step, "loss": loss, "grad_norm": norm, "lr_factor": factor})
             self.last_loss = loss
@@ -340,8 +339,8 @@ class Trainer:
         """
         self._finish_saving()
         self.write_metrics()
-        state, is_best = self.state, report is not None and report.is_best
-        if report is not None and is_best and report.validation is not None:
+        state = self.state
+        if report is not None and report.is_best and report.validation is not None:
             nats = report.validation.nats_per_char
             state = replace(state, best_step=report.step, best_nats_per_char=nats)
         is_new_best = state.best_step != self.state.best_step
