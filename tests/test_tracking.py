@@ -35,15 +35,14 @@ def test_tensorboard_has_every_metric_once_after_a_resume(cli: Cli, verse: Path)
 
 
 def test_records_of_repeated_steps_replace_the_earlier_ones(tmp_path: Path) -> None:
-    first = writer.TensorBoardLog(tmp_path)
+    first, resumed = (writer.RunWriter(RunFolder(tmp_path), tensorboard=True) for _ in range(2))
     for step in range(1, 6):
-        first.add({"step": step, "loss": 1.0, "seconds": 0.1})
+        first.record({"step": step, "loss": 1.0, "seconds": 0.1})
     first.close()
-    resumed = writer.TensorBoardLog(tmp_path)
-    resumed.step = 3
-    resumed.add({"step": 4, "loss": 2.0, "seconds": 0.1})
+    resumed.continue_from(tmp_path / "step-00000003")
+    resumed.record({"step": 4, "loss": 2.0, "seconds": 0.1})
     resumed.close()
-    assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+    assert scalars(tmp_path / "tensorboard", "loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
 
 
 def test_a_failed_write_is_ignored(tmp_path: Path) -> None:
@@ -51,7 +50,7 @@ def test_a_failed_write_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").touch()
     for step in (1, 2):
         run.record({"step": step, "loss": 1.0})
-    assert (run.tensorboard, run.disk_error) == (None, None)
+    assert (run.has_tensorboard, run.disk_error) == (False, None)
     assert len(RunFolder(tmp_path).metrics.records()) == 2
 
 

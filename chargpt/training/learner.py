@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from chargpt.config import Config, OptimConfig, SampleConfig, TrainConfig
+from chargpt.config import Config, OptimConfig, SampleConfig
 from chargpt.device import can_capture, capture_graph, require_memory
 from chargpt.distributed import RankGroup
 from chargpt.errors import CaptureError, ConfigError
@@ -53,6 +53,8 @@ class Learner:
         capture_error: why capture failed.
 
     Raises:
+        ConfigError: the batch does not divide over ranks and micro-batches.
+        DeviceError: the device has too little memory.
         RunError: the checkpoint belongs to another model.
     """
 
@@ -70,7 +72,13 @@ class Learner:
         self.seed, self.dropout, self.train_config = config.seed, config.model.dropout, train
         self.corpus, self.group, self.device = corpus, group, device
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self.micro_batch_size = micro_batch_size(train, group)
+        parts = train.micro_batches * group.world_size
+        if train.batch_size % parts:
+            raise ConfigError(
+                f"train.batch_size {train.batch_size} does not divide over {group.world_size} "
+                f"processes x {train.micro_batches} micro-batches; make it a multiple of {parts}"
+            )
+        self.micro_batch_size = train.batch_size // parts  # sequences, on one rank
         n_bytes = training_bytes(config, corpus.tokenizer.vocab_size, self.micro_batch_size)
         require_memory(n_bytes, "a model and batches of these sizes", device)
         self.captured_forward_backward: Callable[[Tensor], Tensor] | None = None
@@ -350,21 +358,6 @@ class Learner:
             # the argument's new name is missing from older supported versions
             warnings.filterwarnings("ignore", "`?broadcast_buffers", FutureWarning)
             return DistributedDataParallel(self.model, device_ids=devices, broadcast_buffers=False)
-
-
-def micro_batch_size(train: TrainConfig, group: RankGroup) -> int:
-    """Return the number of sequences of a micro-batch on one rank.
-
-    Raises:
-        ConfigError: the batch does not divide over ranks and micro-batches.
-    """
-    parts = train.micro_batches * group.world_size
-    if train.batch_size % parts:
-        raise ConfigError(
-            f"train.batch_size {train.batch_size} does not divide over {group.world_size} "
-            f"processes x {train.micro_batches} micro-batches; make it a multiple of {parts}"
-        )
-    return train.batch_size // parts
 
 
 def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:

@@ -156,7 +156,8 @@ def resumed_config(
     changes = {
         key: value
         for key, value in changes.items()
-        if not _is_unchanged(saved, key, value, same_command)
+        if saved.config.with_values({key: value}) != saved.config
+        and not (same_command and (value == "auto" or (key in RATES and saved.state.rollbacks)))
     }
     allowed = {*MAY_CHANGE, "text.path"} if same_command else MAY_CHANGE
     for key in changes:
@@ -249,10 +250,3 @@ def continue_schedule(before: Config, after: Config, step: int) -> Config:
         return after
     restarts = (*schedule.restarts, (step, max(MIN_RESTART, round(restart, 3))))
     return after.with_values({"schedule.restarts": restarts})
-
-
-def _is_unchanged(saved: Checkpoint, key: str, value: object, same_command: bool) -> bool:
-    """Return whether the run has this setting already, or has resolved it to another value."""
-    if same_command and (value == "auto" or (key in RATES and saved.state.rollbacks)):
-        return True
-    return saved.config.with_values({key: value}) == saved.config

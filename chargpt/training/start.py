@@ -343,11 +343,10 @@ def output_folder(out: Path | None, name: str) -> Iterator[Path]:
             path.mkdir(parents=True)
             break
         except OSError as error:
-            if isinstance(error, FileExistsError) and path.exists():
-                continue
-            raise RunError(
-                f"{path} cannot be created ({error.strerror}); name another folder with --out"
-            ) from None
+            if not path.exists():
+                raise RunError(
+                    f"{path} cannot be created ({error.strerror}); name another folder with --out"
+                ) from None
     try:
         yield path
     finally:

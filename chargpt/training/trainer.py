@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.device import choose_device, choose_dtype, configure, default_threads, dtype_name
+from chargpt.device import choose_device, choose_dtype, configure, default_threads
 from chargpt.distributed import RankGroup
 from chargpt.errors import DivergedError, OperationError, RunError
 from chargpt.inference.evaluation import Evaluation
@@ -88,7 +88,14 @@ class Trainer:
         configure(self.device, deterministic=config.deterministic)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # CUDA graphs are captured on the current device
-        self.config, self.dtype_reason = self._resolved(config)
+        dtype, self.dtype_reason = choose_dtype(self.device, config.dtype)
+        # each rank measures its own speed: rank 0 decides
+        is_bfloat16 = self.group.broadcast(float(dtype == torch.bfloat16))
+        resolved = {
+            "device": self.device.type if config.device == "auto" else config.device,
+            "dtype": "bfloat16" if is_bfloat16 else "float32",
+        }
+        self.config = config.with_values(resolved)
         self.corpus = corpus
         corpus.require_blocks(config.model.block_size)
         if self.device.type == "cpu" and config.threads is not None:
@@ -110,15 +117,6 @@ class Trainer:
         self.started = time.perf_counter() - self.state.seconds
         self.speed = 0.0
         self.speed_since = self.state.step, self.started
-
-    def _resolved(self, config: Config) -> tuple[Config, str]:
-        """Return the config with the actual device and dtype, and the reason of the dtype."""
-        dtype, reason = choose_dtype(self.device, config.dtype)
-        # each rank measures its own speed: rank 0 decides
-        is_bfloat16 = self.group.broadcast(float(dtype == torch.bfloat16))
-        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
-        device = self.device.type if config.device == "auto" else config.device
-        return config.with_values({"device": device, "dtype": dtype_name(dtype)}), reason
 
     # -- the loop ---------------------------------------------------------------------------
 

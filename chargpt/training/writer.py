@@ -30,30 +30,52 @@ class RunWriter:
     Attributes:
         newest: folder of the newest checkpoint; None before the first.
         disk_error: why the last write failed; None once a checkpoint is saved again.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
     """
 
     def __init__(self, folder: RunFolder | None, *, tensorboard: bool = False) -> None:
-        self.folder = folder
+        self.folder, self.has_tensorboard = folder, tensorboard and folder is not None
+        if self.has_tensorboard and find_spec("tensorboard") is None:
+            raise ConfigError(
+                "track.tensorboard needs a package that is not installed; "
+                "pip install '.[track]' in chargpt's folder, or leave the setting out"
+            )
         self.newest: Path | None = None
         self.disk_error: str | None = None
-        self.tensorboard: TensorBoardLog | None = None
+        self.step = 0  # of the last record
+        self.tensorboard: Any = None  # writer of TensorBoard's files
         self.executor = ThreadPoolExecutor(1)  # starts with the first save from a GPU
         self._pending: Future[None] | None = None  # a checkpoint that is being written
         self._saved: RunState | None = None  # for `finish`
-        if folder is not None and tensorboard:
-            self.tensorboard = TensorBoardLog(folder.path / TENSORBOARD)
 
-    def record(self, *records: Mapping[str, object]) -> None:
+    def record(self, *records: Mapping[str, Any]) -> None:
         """Append records to the metrics."""
         if self.folder is None:
             return
         with self._tolerate_disk_errors():
             self.folder.metrics.append(*records)
-        if self.tensorboard is not None:
+        if self.has_tensorboard:
             try:
-                self.tensorboard.add(*records)
+                self._add_to_tensorboard(self.folder.path / TENSORBOARD, *records)
             except OSError:  # metrics.jsonl holds the same records
-                self.tensorboard = None
+                self.has_tensorboard, self.tensorboard = False, None
+
+    def _add_to_tensorboard(self, folder: Path, *records: Mapping[str, Any]) -> None:
+        """Write scalars and texts; those of later steps in earlier files are hidden."""
+        if self.tensorboard is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(str(folder), purge_step=self.step + 1)
+        for record in records:
+            self.step = record["step"]
+            for name, value in record.items():
+                if isinstance(value, str):
+                    self.tensorboard.add_text(name, f"```\n{value}\n```", self.step)
+                elif name not in NOT_LOGGED:
+                    self.tensorboard.add_scalar(name, value, self.step)
+        self.tensorboard.flush()
 
     def write_config(self, config: Config) -> None:
         """Replace the run's config."""
@@ -124,14 +146,14 @@ class RunWriter:
                 f"the metrics of the run cannot be continued ({error.strerror}); check the disk "
                 "and the permissions, then try again"
             ) from None
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-            self.tensorboard.step = step
+        self.close()
+        self.step = step
 
     def close(self) -> None:
-        """Finish TensorBoard's files."""
+        """Finish TensorBoard's file; later records go to a new one."""
         if self.tensorboard is not None:
             self.tensorboard.close()
+            self.tensorboard = None
 
     @contextlib.contextmanager
     def _tolerate_disk_errors(self) -> Iterator[None]:
@@ -144,43 +166,3 @@ class RunWriter:
                     "free some space"
                 )
             self.disk_error = error.strerror or str(error)
-
-
-class TensorBoardLog:
-    """Writes records as TensorBoard scalars and texts, to files created with the first record.
-
-    The records of steps after `step` in earlier files are hidden.
-
-    Raises:
-        ConfigError: TensorBoard is not installed.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        if find_spec("tensorboard") is None:
-            raise ConfigError(
-                "track.tensorboard needs a package that is not installed; "
-                "pip install '.[track]' in chargpt's folder, or leave the setting out"
-            )
-        self.folder, self.step = folder, 0
-        self.writer: Any = None
-
-    def add(self, *records: Mapping[str, Any]) -> None:
-        """Write records under their steps, or raise OSError."""
-        if self.writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(str(self.folder), purge_step=self.step + 1)
-        for record in records:
-            self.step = record["step"]
-            for name, value in record.items():
-                if isinstance(value, str):
-                    self.writer.add_text(name, f"```\n{value}\n```", self.step)
-                elif name not in NOT_LOGGED:
-                    self.writer.add_scalar(name, value, self.step)
-        self.writer.flush()
-
-    def close(self) -> None:
-        """Flush and close the file; later records go to a new one."""
-        if self.writer is not None:
-            self.writer.close()
-            self.writer = None
