@@ -22,8 +22,8 @@ from chargpt.training import deadline as deadline_module
 from chargpt.training import trainer as trainer_module
 from chargpt.training.budget import TIMED_TOKENS, Trials
 from chargpt.training.deadline import CLOSING_SECONDS, Deadline, Pace, mixture_seconds
+from chargpt.training.optim import lr_factor_at
 from chargpt.training.planner import Planner
-from chargpt.training.schedule import lr_factor_at
 from chargpt.training.start import Session
 
 TINY = (

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import REPOSITORY, Cli
 
-from chargpt.config import TrainConfig
+from chargpt.config import TextConfig, load_config
 from chargpt.distributed import RankGroup
 from chargpt.errors import ConfigError
-from chargpt.training.learner import micro_batch_size
+from chargpt.text.prepare import load_corpus
+from chargpt.training.learner import Learner
 
 SETTINGS = (
     "-s train.max_steps=8 -s train.batch_size=8 -s train.micro_batches=2 -s train.evaluate_every=4 "
@@ -56,6 +58,8 @@ def test_two_ranks_train_to_the_losses_of_one_process(
     assert "Warning" not in together.stderr
 
 
-def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected() -> None:
+def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected(verse: Path) -> None:
+    config = load_config("gpt", ["train.batch_size=7"])
+    corpus = load_corpus(TextConfig(path=str(verse)))
     with pytest.raises(ConfigError, match="does not divide over 2 processes"):
-        micro_batch_size(TrainConfig(batch_size=7), RankGroup(0, 2))
+        Learner(config, corpus, RankGroup(0, 2), torch.device("cpu"))

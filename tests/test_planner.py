@@ -35,6 +35,7 @@ from chargpt.training.deadline import (
     replanned_config,
 )
 from chargpt.training.learner import Learner, training_bytes
+from chargpt.training.optim import lr_factor_at
 from chargpt.training.planner import (
     SIZES,
     USABLE_MEMORY,
@@ -44,8 +45,7 @@ from chargpt.training.planner import (
     predicted_loss,
     unique_token_equivalents,
 )
-from chargpt.training.request import Request
-from chargpt.training.schedule import lr_factor_at
+from chargpt.training.start import Request
 
 
 @pytest.fixture

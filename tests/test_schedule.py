@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chargpt.config import ScheduleConfig
-from chargpt.training.schedule import lr_factor_at
+from chargpt.training.optim import lr_factor_at
 
 schedules = st.builds(
     ScheduleConfig,

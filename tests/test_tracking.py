@@ -35,23 +35,23 @@ def test_tensorboard_has_every_metric_once_after_a_resume(cli: Cli, verse: Path)
 
 
 def test_records_of_repeated_steps_replace_the_earlier_ones(tmp_path: Path) -> None:
-    first = writer.TensorBoardLog(tmp_path, 0)
+    first, resumed = (writer.RunWriter(RunFolder(tmp_path), tensorboard=True) for _ in range(2))
     for step in range(1, 6):
-        first.add({"step": step, "loss": 1.0, "seconds": 0.1})
+        first.record({"step": step, "loss": 1.0, "seconds": 0.1})
     first.close()
-    resumed = writer.TensorBoardLog(tmp_path, 3)
-    resumed.add({"step": 4, "loss": 2.0, "seconds": 0.1})
+    resumed.continue_from(tmp_path / "step-00000003")
+    resumed.record({"step": 4, "loss": 2.0, "seconds": 0.1})
     resumed.close()
-    assert scalars(tmp_path, "loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+    assert scalars(tmp_path / "tensorboard", "loss") == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
 
 
 def test_a_failed_write_is_ignored(tmp_path: Path) -> None:
-    tracker = writer.TensorBoardLog(tmp_path / "file" / "tensorboard", 0)
-    (tmp_path / "file").touch()
+    run = writer.RunWriter(RunFolder(tmp_path), tensorboard=True)
+    (tmp_path / "tensorboard").touch()
     for step in (1, 2):
-        tracker.add({"step": step, "loss": 1.0})
-    assert tracker.is_broken
-    tracker.close()
+        run.record({"step": step, "loss": 1.0})
+    assert (run.has_tensorboard, run.disk_error) == (False, None)
+    assert len(RunFolder(tmp_path).metrics.records()) == 2
 
 
 def test_without_tensorboard_the_setting_is_rejected_and_no_run_is_created(

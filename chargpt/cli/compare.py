@@ -26,8 +26,7 @@ from chargpt.store.folder import is_readable_run, is_run
 from chargpt.text.corpus import Corpus
 from chargpt.text.source import find_text
 from chargpt.training.budget import plan_run, with_measured_threads
-from chargpt.training.request import Request
-from chargpt.training.start import Session, output_folder, slug
+from chargpt.training.start import Request, Session, output_folder, slug
 
 MODELS = ",".join(comparison.MODELS)
 MAX_SAMPLE = 150  # characters of a rung's sample

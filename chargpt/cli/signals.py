@@ -1,6 +1,6 @@
 """Signals of the command line: INT, TERM and HUP end a command at once, by `Stopped`.
 
-While a run trains, `training.interrupts.deferred_signals` replaces the handler.
+While a run trains, `training.start.deferred_signals` replaces the handler.
 """
 
 import os
@@ -11,11 +11,20 @@ from contextlib import contextmanager, suppress
 
 from chargpt.cli import console
 from chargpt.errors import Stopped
-from chargpt.training.interrupts import NAMES, StoppingHandler
+
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
-class Signals(StoppingHandler):
-    """The handler of the signals that end a process; one whose exception is lost ends it later."""
+class Signals:
+    """The handler of the signals that end a process.
+
+    Attributes:
+        caught: numbers of the signals so far. Python drops exceptions that are raised within
+            `__del__`: such a signal ends the process later.
+    """
+
+    def __init__(self) -> None:
+        self.caught: list[int] = []
 
     def __call__(self, number: int, _frame: object) -> None:
         """Raise `Stopped`."""

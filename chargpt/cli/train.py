@@ -10,8 +10,7 @@ from chargpt.cli.loop import run_steps, show_plan
 from chargpt.cli.progress import LoadingProgress
 from chargpt.cli.signals import catch_signals
 from chargpt.errors import ConfigError, FinishedError
-from chargpt.training.request import DEFAULT_BUDGET, Request, StartMode
-from chargpt.training.start import open_session
+from chargpt.training.start import DEFAULT_BUDGET, Request, StartMode, open_session
 
 
 def train(

@@ -129,11 +129,14 @@ class RunFolder:
         """Lock the folder in the block, against other training processes.
 
         With `is_new` the folder is made, and if the block raises before a run that it has created
-        has results, what was written is deleted.
+        has results, what was written is deleted. Other ranks than 0 lock and write nothing.
 
         Raises:
             RunError: another process holds the lock, or the folder cannot be written.
         """
+        if not is_main_rank():
+            yield self
+            return
         had_folder = exists(self.path)
         try:
             if is_new:

@@ -14,8 +14,7 @@ from chargpt.log import collected_notes, logger
 from chargpt.store.run import Run, load_run
 from chargpt.text.source import require_text
 from chargpt.training.mixing import try_add_mixture
-from chargpt.training.request import Request, StartMode
-from chargpt.training.start import Session, open_session
+from chargpt.training.start import Request, Session, StartMode, open_session
 
 
 def train(
@@ -75,10 +74,11 @@ def train(
     except ValueError:
         modes = ", ".join(repr(mode.value) for mode in StartMode)
         raise ConfigError(f"start {start!r} is not one of {modes}") from None
-    if start is StartMode.NEW_OR_RESUME and out is None:
-        raise ConfigError("start 'new or resume' needs the run's folder; give out=")
-    if start is not StartMode.RESUME and out is None and world_size() > 1:
-        raise ConfigError("several processes need the run's folder; give out=")
+    is_shared = world_size() > 1 and start is not StartMode.RESUME
+    if out is None and (is_shared or start is StartMode.NEW_OR_RESUME):
+        raise ConfigError(
+            "start 'new or resume' and several processes need the run's folder; give out="
+        )
     given = {
         "train.from_run": None if from_run is None else Path(from_run).absolute(),
         "text.encoding": encoding,
@@ -118,10 +118,9 @@ def train(
 def _run_steps(session: Session, *, progress: bool) -> None:
     """Run all steps, with a progress bar on stderr or without."""
     trainer, val = session.trainer, ""
-    total, done = trainer.config.train.max_steps, trainer.state.step
     is_shown = progress and trainer.group.is_main
     try:
-        with tqdm(total=total, initial=done, unit="step", disable=not is_shown) as bar:
+        with tqdm(initial=trainer.state.step, unit="step", disable=not is_shown) as bar:
             for report in session.reports():
                 bar.total = report.max_steps
                 if report.validation is not None:
@@ -130,10 +129,8 @@ def _run_steps(session: Session, *, progress: bool) -> None:
                     bar.set_postfix_str(f"loss {trainer.last_loss:.2f}{val}", refresh=False)
                 bar.update(report.step - bar.n)
     except Stopped:
-        path = session.folder.path
-        if trainer.finished:
-            raise KeyboardInterrupt(f"all steps are done and saved in {path}") from None
+        step, max_steps = trainer.state.step, trainer.config.train.max_steps
         raise KeyboardInterrupt(
-            f"stopped at step {trainer.state.step:,} and saved in {path}; start='resume' continues "
-            "the run"
+            f"stopped at step {step:,} of {max_steps:,} and saved in {session.folder.path}; "
+            "start='resume' does the remaining steps"
         ) from None

@@ -19,7 +19,7 @@ from chargpt.errors import ConfigError, OperationError
 from chargpt.log import logger
 from chargpt.models.ngram import MAX_TOKENS
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
-from chargpt.training.schedule import decay_start
+from chargpt.training.optim import decay_start
 
 MIN_SECONDS = 5  # of a budget
 LATE = 1.1  # of the announced time: a command that takes longer says so

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from chargpt.config import Config, OptimConfig, SampleConfig, TrainConfig
-from chargpt.device import can_capture, capture_graph
+from chargpt.config import Config, OptimConfig, SampleConfig
+from chargpt.device import can_capture, capture_graph, require_memory
 from chargpt.distributed import RankGroup
 from chargpt.errors import CaptureError, ConfigError
 from chargpt.inference.baselines import fit_ngram
@@ -56,6 +56,8 @@ class Learner:
         capture_error: why capture failed.
 
     Raises:
+        ConfigError: the batch does not divide over ranks and micro-batches.
+        DeviceError: the device has too little memory.
         RunError: the checkpoint belongs to another model.
     """
 
@@ -73,7 +75,15 @@ class Learner:
         self.seed, self.dropout, self.train_config = config.seed, config.model.dropout, train
         self.corpus, self.group, self.device = corpus, group, device
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self.micro_batch_size = micro_batch_size(train, group)
+        parts = train.micro_batches * group.world_size
+        if train.batch_size % parts:
+            raise ConfigError(
+                f"train.batch_size {train.batch_size} does not divide over {group.world_size} "
+                f"processes x {train.micro_batches} micro-batches; make it a multiple of {parts}"
+            )
+        self.micro_batch_size = train.batch_size // parts  # sequences, on one rank
+        n_bytes = training_bytes(config, corpus.tokenizer.vocab_size, self.micro_batch_size)
+        require_memory(n_bytes, "a model and batches of these sizes", device)
         self.captured_forward_backward: Callable[[Tensor], Tensor] | None = None
         self.captured_update: Callable[[int, float], object] | None = None
         self.capture_error: str | None = None
@@ -123,9 +133,8 @@ class Learner:
         Raises:
             RunError: it belongs to another model.
         """
-        load_weights(self.model, saved.model, saved.folder)
-        if saved.raw_weights is not saved.model:  # with EMA: the averages, only to check them
-            load_weights(self.model, saved.raw_weights, saved.folder)
+        for tensors in (saved.model, saved.raw_weights):  # with EMA: the averages are only checked
+            load_weights(self.model, tensors, saved.folder)
         self.model.zero_grad(set_to_none=True)
         self.ema_weights = self._start_ema(saved.model)
         self.optimizer = Optimizer(self.model, optim, self.dtype)
@@ -168,71 +177,51 @@ class Learner:
         return loss.detach()
 
     def _capture(self) -> None:
-        """Capture the forward and backward pass and the update as CUDA graphs."""
-        self.captured_forward_backward = self.captured_update = None
-        try:
-            forward_backward, gradients = self._capture_forward_backward()
-            self.captured_update = self._capture_update(gradients)
-            self.captured_forward_backward = forward_backward
-        except CaptureError as error:
-            self.capture_error = str(error)
-        finally:
-            self.model.zero_grad(set_to_none=True)
+        """Capture the forward and backward pass and the update as CUDA graphs.
 
-    # The captured functions do not refer to `self`: in a cycle, the memory of trial models would
-    # wait for the garbage collector.
-
-    def _capture_forward_backward(self) -> tuple[Callable[[Tensor], Tensor], list[Tensor | None]]:
-        """Return `forward_backward` of a single micro-batch as a CUDA graph, and its gradients.
-
-        Raises:
-            CaptureError: capture failed.
+        The captured functions do not refer to `self`: in a cycle, the memory of trial models would
+        wait for the garbage collector.
         """
-        parameters = list(self.model.parameters())
+        self.captured_forward_backward = self.captured_update = None
+        parameters, optimizer = list(self.model.parameters()), self.optimizer
+        state = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
         static_batch = self.batches.at(0).to(self.device)
+        # learning rates of zero leave the weights as they are
+        static_step, static_factor = torch.zeros(2, device=self.device).unbind()
 
-        def step() -> Tensor:
+        def forward_backward() -> Tensor:
             self.model.zero_grad(set_to_none=True)  # so that the graph writes into new gradients
             return self.forward_backward(static_batch)
 
-        replay = capture_graph(step, self.device, is_random=self.dropout > 0)
-        gradients = [parameter.grad for parameter in parameters]
+        def update() -> Tensor:
+            optimizer.step(static_step, static_factor)
+            return static_factor
 
-        def replayed(micro_batch: Tensor) -> Tensor:
+        try:
+            replay_step = capture_graph(forward_backward, self.device, is_random=self.dropout > 0)
+            gradients = [parameter.grad for parameter in parameters]
+            replay_update = capture_graph(update, self.device)
+        except CaptureError as error:
+            self.capture_error = str(error)
+            return
+        finally:
+            optimizer.load_state_dict(state)
+            self.model.zero_grad(set_to_none=True)
+
+        def captured_forward_backward(micro_batch: Tensor) -> Tensor:
             static_batch.copy_(micro_batch)
-            loss = replay()
+            loss = replay_step()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             return loss
 
-        return replayed, gradients
-
-    def _capture_update(self, gradients: list[Tensor | None]) -> Callable[[int, float], object]:
-        """Return `optimizer.step` with the gradients of the other graph as a CUDA graph.
-
-        Raises:
-            CaptureError: capture failed.
-        """
-        optimizer = self.optimizer
-        state = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
-        # learning rates of zero leave the weights as they are
-        static_step, static_factor = torch.zeros(2, device=self.device).unbind()
-        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-
-        def step() -> Tensor:
-            optimizer.step(static_step, static_factor)
-            return static_factor
-
-        replay = capture_graph(step, self.device)
-        optimizer.load_state_dict(state)
-
-        def replayed(step: int, factor: float) -> None:
+        def captured_update(step: int, factor: float) -> None:
             static_step.fill_(step)
             static_factor.fill_(factor)
-            replay()
+            replay_update()
 
-        return replayed
+        self.captured_forward_backward = captured_forward_backward
+        self.captured_update = captured_update
 
     def objective(self, micro_batch: Tensor) -> tuple[Tensor, Tensor]:
         """Return the objective and the mean loss in nats of a micro-batch (B, T + 1).
@@ -322,9 +311,9 @@ class Learner:
                 unigram=lambda: self.corpus.token_counts("train"),
             )
             texts = ["".join(each) for each in zip(*pieces, strict=True)]
-        signs = [end_sign(len(text), options.length, tokenizer.eos_token) for text in texts]
         return "\n".join(
-            options.prompt + text + sign for text, sign in zip(texts, signs, strict=True)
+            options.prompt + text + end_sign(len(text), options.length, tokenizer.eos_token)
+            for text in texts
         )
 
     # -- weights ----------------------------------------------------------------------------
@@ -412,21 +401,6 @@ class Batches:
             return tokens[first.to(tokens.device, non_blocking=tokens.is_cuda) + index].long()
         positions = offsets + np.arange(self.block_size + 1)  # (B, T + 1)
         return torch.from_numpy(self.tokens[positions].astype(np.int64))
-
-
-def micro_batch_size(train: TrainConfig, group: RankGroup) -> int:
-    """Return the number of sequences of a micro-batch on one rank.
-
-    Raises:
-        ConfigError: the batch does not divide over ranks and micro-batches.
-    """
-    parts = train.micro_batches * group.world_size
-    if train.batch_size % parts:
-        raise ConfigError(
-            f"train.batch_size {train.batch_size} does not divide over {group.world_size} "
-            f"processes x {train.micro_batches} micro-batches; make it a multiple of {parts}"
-        )
-    return train.batch_size // parts
 
 
 def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +23,8 @@ from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
 from chargpt.text.source import STDIN, find_text
 from chargpt.training.budget import expected_seconds
-from chargpt.training.request import Request, StartMode
-from chargpt.training.schedule import decay_start, lr_factor_at
-from chargpt.training.start import Session
+from chargpt.training.optim import decay_start, lr_factor_at
+from chargpt.training.start import Request, Session, StartMode
 from chargpt.training.trainer import Trainer
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
@@ -47,7 +46,7 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
     same_command = request.start is StartMode.NEW_OR_RESUME
     changes = request.repeated_settings() if same_command else request.changes()
     folder = open_run(request.out or request.path or newest_run())
-    with folder.locked() if is_main_rank() else nullcontext():
+    with folder.locked():
         saved = folder.load("latest")
         if not saved.optimizer:
             raise RunError(
@@ -91,10 +90,7 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
 
 
 def without_missing_best(saved: Checkpoint) -> Checkpoint:
-    """Return the checkpoint, without a best one if that is gone, which is logged.
-
-    Then the next one that is validated becomes the best.
-    """
+    """Return the checkpoint, without a best one if that is gone, which is logged."""
     best = saved.state.best_step
     if not best or exists(saved.folder.with_name(name_of(best))):
         return saved
@@ -159,11 +155,12 @@ def resumed_config(
     changes = {
         key: value
         for key, value in changes.items()
-        if not _is_unchanged(saved, key, value, same_command)
+        if saved.config.with_values({key: value}) != saved.config
+        and not (same_command and (value == "auto" or (key in RATES and saved.state.rollbacks)))
     }
+    allowed = {*MAY_CHANGE, "text.path"} if same_command else MAY_CHANGE
     for key in changes:
-        may_change = key in MAY_CHANGE or key.endswith("_every")
-        if not (may_change or (same_command and key == "text.path")):
+        if key not in allowed and not key.endswith("_every"):
             raise ConfigError(
                 f"{key} cannot change when a run is resumed; drop it, or start a new run with --out"
             )
@@ -242,26 +239,13 @@ def continue_schedule(before: Config, after: Config, step: int) -> Config:
         )
     if is_over:
         restart = min(MAX_RESTART, RESTART * math.sqrt((new - step) / step)) if rises else None
-    if is_over and restart is not None:
+    if rises and (is_over or not is_decaying):
+        peak = following if restart is None else max(MIN_RESTART, restart)
         logger.warning(
-            f"the learning rates warm up to {max(MIN_RESTART, restart):.0%} of their peak and "
-            "decay again: the loss rises a little before it falls"
-        )
-    elif rises and not is_decaying:
-        logger.warning(
-            f"the learning rates rise from {last:.0%} to {following:.0%} of their peak, as in a "
-            f"run of {new:,} steps: the loss may rise a little before it falls"
+            f"the learning rates rise from {last:.0%} to {peak:.0%} of their peak: the loss may "
+            "rise a little before it falls"
         )
     if restart is None:
         return after
     restarts = (*schedule.restarts, (step, max(MIN_RESTART, round(restart, 3))))
     return after.with_values({"schedule.restarts": restarts})
-
-
-def _is_unchanged(saved: Checkpoint, key: str, value: object, same_command: bool) -> bool:
-    """Return whether the run has this setting already, or has resolved it to another value."""
-    if same_command and value == "auto":
-        return True
-    if same_command and key in RATES and saved.state.rollbacks:
-        return True
-    return saved.config.with_values({key: value}) == saved.config

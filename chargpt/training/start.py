@@ -1,16 +1,18 @@
-"""From a request to a session, the straight path to the first step, and from there to the last.
+"""From what a user asks for to a session: the straight path to the first step, and to the last.
 
-settings -> text -> plan -> baselines -> trainer -> run folder -> steps. Each part is a function
-that returns values.
+request -> settings -> text -> plan -> baselines -> trainer -> run folder -> steps.
 """
 
 import itertools
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from chargpt.config import Config
 from chargpt.device import choose_device
@@ -19,46 +21,137 @@ from chargpt.distributed import (
     destroy_process_group,
     init_process_group,
     is_lost_rank_error,
+    is_main_rank,
     world_size,
 )
-from chargpt.errors import OperationError, RunError, Stopped, TextError
+from chargpt.errors import ConfigError, OperationError, RunError, Stopped, TextError
 from chargpt.files import exists
 from chargpt.inference.baselines import Baselines
 from chargpt.log import logger
 from chargpt.store.folder import RunFolder, has_checkpoint
 from chargpt.store.run import Run, load_run
 from chargpt.text import TextProgress
+from chargpt.text.catalog import resolve_settings
 from chargpt.text.corpus import Corpus
 from chargpt.text.describe import quick_warnings
 from chargpt.text.source import STDIN, find_text
 from chargpt.training.budget import expected_seconds, plan_run, with_measured_threads
-from chargpt.training.deadline import Pace
-from chargpt.training.interrupts import deferred_signals
-from chargpt.training.request import Request, StartMode
+from chargpt.training.deadline import PLANNED_KEYS, Deadline, Pace, parse_duration
 from chargpt.training.trainer import StepReport, Trainer
+
+DEFAULT_BUDGET = "150s"
+MAX_PATH = 4096  # characters; longer is a text in place of its path
+PLANNED_SECTIONS = {"model", "train", "optim", "schedule"}  # with one set, no default budget
+
+
+class StartMode(Enum):
+    """What to do about a run that exists in the output folder."""
+
+    NEW = "new"  # reject it if it has a checkpoint
+    RESUME = "resume"
+    NEW_OR_RESUME = "new or resume"  # resume it if it has a checkpoint
+    REPLACE = "replace"  # rename it
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks `train` for; the fields are like the arguments of `chargpt.train`.
+
+    `started` is when the command began, by `time.perf_counter`.
+    """
+
+    path: str | None = None
+    text: str | None = None
+    config: str | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
+    budget: str | float | None = None
+    out: Path | None = None
+    start: StartMode = StartMode.NEW
+    started: float | None = None
+
+    @cached_property
+    def resolved(self) -> tuple[Config, frozenset[str]]:
+        """The config of a new run, and the dotted keys of the settings that are fixed.
+
+        Raises:
+            ConfigError: a setting is wrong, or there are two texts.
+        """
+        if self.text is not None and self.path is not None:
+            raise ConfigError("give the path of a text or the text itself, not both")
+        if self.path is not None and (len(self.path) > MAX_PATH or "\n" in self.path):
+            raise ConfigError("the path of the text is a text itself; give it as text=")
+        path = self.path if self.text is None else STDIN
+        return resolve_settings(path, self.config, self.settings)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run exists already and is to be continued."""
+        if self.start is StartMode.NEW_OR_RESUME:
+            return self.out is not None and has_checkpoint(self.out)
+        return self.start is StartMode.RESUME
+
+    def changes(self) -> Mapping[str, object]:
+        """Return the settings of a resumed run that are to change, by dotted keys.
+
+        Raises:
+            ConfigError: an argument applies only to a new run.
+        """
+        given = {"-c": self.config, "--budget": self.budget, "the text": self.text}
+        if self.out is not None:  # else the path is that of the run
+            given["the path"] = self.path
+        if names := " and ".join(name for name, value in given.items() if value is not None):
+            raise ConfigError(
+                f"a resumed run keeps its text and settings; drop {names} (--resume with a text "
+                "and --out, in Python start='new or resume', begins a run where there is none, and "
+                "takes them)"
+            )
+        return self.settings
+
+    def repeated_settings(self) -> dict[str, object]:
+        """Return the settings that this request fixes for the whole run, by dotted keys.
+
+        The command that started a run, given again, fixes the same ones.
+        """
+        config, fixed_keys = self.resolved
+        keys = fixed_keys | {"text.path"}  # none given: the built-in text
+        if self.budget is not None:  # planning and re-planning change them
+            keys = keys.difference(PLANNED_KEYS)
+        values = config.flatten()
+        return {key: values[key] for key in sorted(keys)}
+
+    def deadline(self) -> tuple[Deadline | None, frozenset[str]]:
+        """Return the deadline of the budget asked for, or of the default one if nothing else was.
+
+        The keys are those of the settings that planning must not change.
+
+        Raises:
+            ConfigError: it is not a duration, or several processes would have to agree on it.
+        """
+        duration, (_, fixed_keys) = self.budget, self.resolved
+        sections = {key.partition(".")[0] for key in fixed_keys - {"train.from_run"}}
+        is_default = self.config is None and sections.isdisjoint(PLANNED_SECTIONS)
+        if duration is None and is_default and world_size() == 1:
+            duration = DEFAULT_BUDGET
+        if duration is None:
+            return None, fixed_keys
+        if world_size() > 1:
+            raise ConfigError("--budget plans for one process; give train.max_steps instead")
+        if "train.max_steps" not in self.settings:  # of a config: the budget takes precedence
+            fixed_keys -= {"train.max_steps"}
+        return Deadline.from_budget(parse_duration(duration), self.started), fixed_keys
 
 
 @dataclass
 class Session:
-    """A run that is ready to train: one invocation of training, whoever drives it.
-
-    Attributes:
-        trainer: of the run.
-        folder: locked until the session ends.
-        baselines: of the text; None on other ranks than 0.
-        expected_seconds: of the remaining steps, validation included.
-        pace: keeps a run with a budget within its deadline.
-        base_run: whose weights are the start.
-        resumed_at: step that a resumed run continues from.
-    """
+    """A run that is ready to train: one invocation of training, whoever drives it."""
 
     trainer: Trainer
-    folder: RunFolder
-    baselines: Baselines | None
-    expected_seconds: float
-    pace: Pace | None = None
-    base_run: Run | None = None
-    resumed_at: int | None = None
+    folder: RunFolder  # locked until the session ends
+    baselines: Baselines | None  # of the text; None on other ranks than 0
+    expected_seconds: float  # of the remaining steps, validation included
+    pace: Pace | None = None  # keeps a run with a budget within its deadline
+    base_run: Run | None = None  # whose weights are the start of a new run
+    resumed_at: int | None = None  # step that a resumed run continues from
 
     def reports(self, on_signal: Callable[[int], object] = lambda _: None) -> Iterator[StepReport]:
         """Run all steps and yield a report after each.
@@ -71,14 +164,47 @@ class Session:
         """
         with deferred_signals(on_signal) as caught:
             yield from self.trainer.steps(self.pace, lambda: bool(caught))
-        if caught:
-            raise Stopped(caught[0], is_saved=True)
-        if self.trainer.stopped_by == "signal":  # that of another rank, whose number is not known
-            raise Stopped(signal.SIGTERM, is_saved=True)
+        if caught or self.trainer.stopped_by == "signal":  # by another rank, with an unknown number
+            raise Stopped(caught[0] if caught else signal.SIGTERM, is_saved=True)
 
     def late_note(self) -> str | None:
         """Return a sentence if a budgeted command has taken longer than was announced."""
         return None if self.pace is None else self.pace.deadline.late_note()
+
+
+@contextmanager
+def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[list[int]]:
+    """Record the signals that would end the work, in the list that the block gets.
+
+    These are Ctrl-C, unless the program handles it otherwise, and those whose handler has a list
+    `caught` of signals so far, as that of the command line has. If the second one is Ctrl-C, the
+    replaced handler ends the step at once, and nothing is saved; a second TERM or HUP is only
+    recorded. Outside the main thread none is recorded.
+
+    Args:
+        on_signal: called with the number of each signal that is recorded.
+    """
+    caught: list[int] = []
+    previous: dict[int, Any] = {}
+
+    def handle(number: int, frame: object) -> None:
+        if caught and number == signal.SIGINT:
+            previous[number](number, frame)
+        caught.append(number)
+        on_signal(number)
+
+    try:
+        with suppress(ValueError):  # outside the main thread
+            for number in signal.valid_signals():
+                handler = signal.getsignal(number)
+                if handler is signal.default_int_handler or hasattr(handler, "caught"):
+                    # by now, with an exception that Python dropped
+                    caught[:] = getattr(handler, "caught", caught)
+                    previous[number] = signal.signal(number, handle)
+        yield caught
+    finally:
+        for replaced, handler in previous.items():
+            signal.signal(replaced, handler)
 
 
 @contextmanager
@@ -92,11 +218,8 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
         OperationError: another rank has failed.
         ChargptError: the text, a setting or the folder is unusable.
     """
-    start, resumes = new_run, request.start is StartMode.RESUME
-    if request.start is StartMode.NEW_OR_RESUME:
-        assert request.out is not None
-        resumes = has_checkpoint(request.out)
-    if resumes:
+    start = new_run
+    if request.resumes:
         from chargpt.training.resume import resumed_run  # a new run does not need it
 
         start = resumed_run
@@ -107,10 +230,9 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
     except RuntimeError as error:
         if not is_lost_rank_error(error):
             raise
-        cause = str(error).splitlines()[0].split("] ")[-1].split(". ")[0]
         raise OperationError(
-            f"another rank has failed ({cause:.100}); continue from the last checkpoint with "
-            "--resume, with any number of processes"
+            "another rank has failed; continue from the last checkpoint with --resume, with any "
+            "number of processes"
         ) from None
     destroy_process_group()
 
@@ -135,7 +257,10 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
     config = with_measured_threads(config)
     source = find_text(config.text, request.text)
     name = f"{slug(source.name)}-{config.model.kind}"
-    with new_folder(request.out, name, group) as folder:
+    with (
+        output_folder(request.out, name) as path,
+        RunFolder(path).locked(is_new=True) as folder,
+    ):
         corpus = folder.prepare_text(source, config.text, on_progress)
         for warning in quick_warnings(corpus):
             logger.warning(warning)
@@ -170,15 +295,8 @@ def start_run(
 ) -> Session:
     """Return the session of a new run in a locked folder, which is created here.
 
-    Args:
-        folder: of the run.
-        config: of the run; with a pace, the config of its plan is used instead.
-        corpus: the text.
-        baselines: of the text; None on other ranks than 0.
-        pace: of a run with a budget.
-        base_run: whose weights are the start.
-        group: the ranks that train together.
-        replace: whether a run in the folder may have checkpoints; it is renamed.
+    With a pace, the config of its plan is used instead of `config`. With `replace`, a run in the
+    folder may have checkpoints; it is renamed.
 
     Raises:
         ChargptError: a setting does not fit the text or the machine; the folder is unusable.
@@ -203,29 +321,16 @@ def slug(name: str) -> str:
 
 
 @contextmanager
-def new_folder(out: Path | None, name: str, group: RankGroup) -> Iterator[RunFolder]:
-    """Lock the folder of a new run: `out`, by default a new one, runs/NAME.
-
-    Other ranks than 0 lock and write nothing.
-    """
-    if not group.is_main:
-        yield RunFolder(out or Path("runs"))
-        return
-    with output_folder(out, name) as path, RunFolder(path).locked(is_new=True) as folder:
-        yield folder
-
-
-@contextmanager
 def output_folder(out: Path | None, name: str) -> Iterator[Path]:
     """Return OUT, or else create runs/NAME, or runs/NAME-N with the first free number.
 
-    A folder that stays empty is deleted.
+    A folder that stays empty is deleted. Other ranks than 0 create nothing.
 
     Raises:
         RunError: it cannot be created.
     """
-    if out is not None:
-        yield out
+    if out is not None or not is_main_rank():
+        yield out or Path("runs")
         return
     had_parent = exists(Path("runs"))
     for number in itertools.count(1):
@@ -234,11 +339,10 @@ def output_folder(out: Path | None, name: str) -> Iterator[Path]:
             path.mkdir(parents=True)
             break
         except OSError as error:
-            if isinstance(error, FileExistsError) and path.exists():
-                continue
-            raise RunError(
-                f"{path} cannot be created ({error.strerror}); name another folder with --out"
-            ) from None
+            if not path.exists():
+                raise RunError(
+                    f"{path} cannot be created ({error.strerror}); name another folder with --out"
+                ) from None
     try:
         yield path
     finally:

@@ -5,7 +5,6 @@ for report in trainer.steps():
 """
 
 import math
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,14 +15,7 @@ import torch
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.device import (
-    choose_device,
-    choose_dtype,
-    configure,
-    default_threads,
-    dtype_name,
-    require_memory,
-)
+from chargpt.device import choose_device, choose_dtype, configure, default_threads
 from chargpt.distributed import RankGroup
 from chargpt.errors import DivergedError, OperationError, RunError
 from chargpt.inference.evaluation import Evaluation
@@ -35,8 +27,8 @@ from chargpt.store.metrics import VALIDATION
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
 from chargpt.training.deadline import NOTED_CHANGE, PLANNED_KEYS, Pace, with_max_steps
-from chargpt.training.learner import Learner, micro_batch_size, training_bytes
-from chargpt.training.schedule import lr_factor_at
+from chargpt.training.learner import Learner
+from chargpt.training.optim import lr_factor_at
 from chargpt.training.writer import RunWriter
 
 METRICS_EVERY = 10  # steps between writes of the metrics
@@ -96,12 +88,16 @@ class Trainer:
         configure(self.device, deterministic=config.deterministic)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # CUDA graphs are captured on the current device
-        self.config, self.dtype_reason = self._resolved(config)
+        dtype, self.dtype_reason = choose_dtype(self.device, config.dtype)
+        # each rank measures its own speed: rank 0 decides
+        is_bfloat16 = self.group.broadcast(float(dtype == torch.bfloat16))
+        resolved = {
+            "device": self.device.type if config.device == "auto" else config.device,
+            "dtype": "bfloat16" if is_bfloat16 else "float32",
+        }
+        self.config = config.with_values(resolved)
         self.corpus = corpus
         corpus.require_blocks(config.model.block_size)
-        micro_batch = micro_batch_size(config.train, self.group)
-        n_bytes = training_bytes(self.config, corpus.tokenizer.vocab_size, micro_batch)
-        require_memory(n_bytes, "a model and batches of these sizes", self.device)
         if self.device.type == "cpu" and config.threads is not None:
             default_threads()  # before it is changed
             torch.set_num_threads(config.threads)
@@ -113,28 +109,14 @@ class Trainer:
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # metrics still on the device
         self.metrics_written = -math.inf  # time
         self.last_loss: float | None = None  # of the last step whose loss was read
-        self.last_validation: tuple[int, Evaluation] | None = None  # and its step
+        self.last_validation: StepReport | None = None
         self.config_is_unsaved = False
         self.stopped_by: Literal["deadline", "signal"] | None = None  # before the last step
         if saved is not None:
             self._continue_from(saved, saved.state)
-            if self.writer.disk_error is not None:  # appending now would repeat steps
-                raise RunError(
-                    f"the metrics of the run cannot be continued ({self.writer.disk_error}); check "
-                    "the disk and the permissions, then try again"
-                )
         self.started = time.perf_counter() - self.state.seconds
         self.speed = 0.0
         self.speed_since = self.state.step, self.started
-
-    def _resolved(self, config: Config) -> tuple[Config, str]:
-        """Return the config with the actual device and dtype, and the reason of the dtype."""
-        dtype, reason = choose_dtype(self.device, config.dtype)
-        # each rank measures its own speed: rank 0 decides
-        is_bfloat16 = self.group.broadcast(float(dtype == torch.bfloat16))
-        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
-        device = self.device.type if config.device == "auto" else config.device
-        return config.with_values({"device": device, "dtype": dtype_name(dtype)}), reason
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -156,7 +138,6 @@ class Trainer:
         self.speed_since = self.state.step, time.perf_counter()
         if pace is not None:
             pace.start(self.config, self.state.step)
-        had_disk_error = False
         try:
             for report in self._reports():
                 if not self.finished and self.group.all_reduce_any(should_stop()):
@@ -164,16 +145,8 @@ class Trainer:
                     self._save()
                 elif not self.finished and pace is not None:
                     self._replan_or_stop(pace, report)
-                is_last = self.finished or self.stopped_by is not None
-                if is_last:
+                if self.finished or self.stopped_by is not None:
                     self._finish_saving()
-                error = self.writer.disk_error
-                if error is not None and not had_disk_error and not is_last:
-                    logger.warning(
-                        f"cannot write to the run at step {report.step:,} ({error}); "
-                        f"{self.last_checkpoint}; training continues: free some space"
-                    )
-                had_disk_error = error is not None
                 report.max_steps = self.config.train.max_steps
                 self._measure_speed(report)
                 yield report
@@ -212,13 +185,9 @@ class Trainer:
         report.loss = loss_per_token / self.corpus.characters_per_token
         report.grad_norm = self.learner.clip_gradients()
         if self.device.type == "cpu":
-            # elsewhere reading them would synchronise; `write_metrics` checks before each save.
-            # with several ranks only the norm is checked: it is the same on all, so they stop
-            # together
+            # elsewhere reading them would synchronise; `write_metrics` checks before each save
             loss = report.loss.item()
-            self._require_finite(
-                loss if self.group.world_size == 1 else 0.0, report.grad_norm.item(), step + 1
-            )
+            self._require_finite(loss, report.grad_norm.item(), step + 1)
             self.last_loss = loss
         self.learner.apply_update(step, lr_factor)
         self.state = replace(self.state, step=step + 1)
@@ -292,7 +261,7 @@ class Trainer:
         if self.group.is_main:
             max_tokens, started = self.config.train.evaluation_tokens, time.perf_counter()
             report.validation = self.learner.evaluate("val", max_tokens)
-            self.last_validation = report.step, report.validation
+            self.last_validation = report
             report.validation_seconds = time.perf_counter() - started
             nats = report.validation.nats_per_char
             self._record({"step": report.step, VALIDATION: nats})
@@ -311,10 +280,10 @@ class Trainer:
 
     def float32_validation(self, step: int) -> Evaluation | None:
         """Return the validation after a step, if it was the last one and ran in float32."""
-        if self.dtype != torch.float32 or self.last_validation is None:
+        last = self.last_validation
+        if self.dtype != torch.float32 or last is None or last.step != step:
             return None
-        validated_step, validation = self.last_validation
-        return validation if validated_step == step else None
+        return last.validation
 
     def _sample(self, report: StepReport) -> None:
         """Add a generated text to a report and to the metrics."""
@@ -338,13 +307,11 @@ class Trainer:
         values = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in self.pending])
         rows = self.group.all_reduce_mean(values).tolist()
         records: list[dict[str, object]] = []
-        try:
-            for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):
-                self._require_finite(loss, norm, step)
-                records.append({"step": step, "loss": loss, "grad_norm": norm, "lr_factor": factor})
-                self.last_loss = loss
-        finally:
-            self._record(*records)
+        for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):
+            self._require_finite(loss, norm, step)
+            records.append({"step": step, "loss": loss, "grad_norm": norm, "lr_factor": factor})
+            self.last_loss = loss
+        self._record(*records)
         self.pending.clear()
 
     def save(self) -> Path | None:
@@ -370,8 +337,8 @@ class Trainer:
         """
         self._finish_saving()
         self.write_metrics()
-        state, is_best = self.state, report is not None and report.is_best
-        if report is not None and is_best and report.validation is not None:
+        state = self.state
+        if report is not None and report.is_best and report.validation is not None:
             nats = report.validation.nats_per_char
             state = replace(state, best_step=report.step, best_nats_per_char=nats)
         is_new_best = state.best_step != self.state.best_step
@@ -392,8 +359,6 @@ class Trainer:
         )
         tensors, tokenizer = self.learner.state_dicts(), self.corpus.tokenizer
         self.writer.save(self.config, tokenizer, state, tensors)
-        if not self.writer.is_saving:
-            self._finish_saving()
 
     def _finish_saving(self) -> None:
         """Wait for the checkpoint that is being written."""
@@ -408,16 +373,12 @@ class Trainer:
 
     def _require_saved(self) -> None:
         """Raise an OperationError if the checkpoint of the last step could not be written."""
-        error, saved = self.writer.disk_error, self.writer.saved_step
-        if self.folder is None or error is None or saved == self.state.step:
-            return
-        path, again = self.folder.path, "train again"
-        if saved is not None:
-            again = f"resume with\n  chargpt train --resume {shlex.quote(str(path))}"
-        raise OperationError(
-            f"cannot save step {self.state.step:,} of {path} ({error}); {self.last_checkpoint}; "
-            f"free some space, then {again}"
-        )
+        step, error = self.state.step, self.writer.disk_error
+        if self.folder is not None and error is not None and self.writer.saved_step != step:
+            raise OperationError(
+                f"cannot save step {step:,} of {self.folder.path} ({error}); "
+                f"{self.last_checkpoint}; free some space, then resume the run or train again"
+            )
 
     @property
     def last_checkpoint(self) -> str:
@@ -428,7 +389,7 @@ class Trainer:
     def checkpoint_bytes(self) -> int:
         """Return the approximate size of a checkpoint in bytes."""
         tensors = (tensor for part in self.learner.state_dicts() for tensor in part.values())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def _seconds(self) -> float:
         """Return the training time so far, earlier sessions included."""
@@ -483,13 +444,10 @@ class Trainer:
     def _diverged(self, what: str, step: int) -> DivergedError:
         """Return the error that names the step and the remedy."""
         self._finish_saving()
-        has_checkpoint = self.writer.saved_step is not None
         message = (
             f"the {what} no longer finite at step {step:,}, and nothing of that was saved; "
-            f"{self.last_checkpoint}; {'--resume' if has_checkpoint else 'start again'} with lower "
-            f"learning rates, such as {self.config.optim.lower_rates()}"
+            f"{self.last_checkpoint}; resume the run or train again with lower learning rates, "
+            f"such as {self.config.optim.lower_rates()}, or with -s train.max_rollbacks=3, which "
+            "lowers them by itself (in one process)"
         )
-        may_roll_back = self.group.world_size == 1 and not self.config.train.max_rollbacks
-        if has_checkpoint and may_roll_back:
-            message += ", or with -s train.max_rollbacks=3 to roll back automatically"
         return DivergedError(message, step)

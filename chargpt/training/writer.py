@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, RunError
+from chargpt.log import logger
 from chargpt.store.checkpoint import RunState, step_of
 from chargpt.store.folder import TENSORBOARD, RunFolder
 from chargpt.text.tokenizer import CharTokenizer
@@ -19,7 +20,7 @@ NOT_LOGGED = ("step", "seconds")  # in TensorBoard
 
 
 class RunWriter:
-    """Writes a run's files. A failed write does not stop the training.
+    """Writes a run's files. A failed write is logged and does not stop the training.
 
     Args:
         folder: of the run; None writes nothing.
@@ -28,26 +29,52 @@ class RunWriter:
     Attributes:
         newest: folder of the newest checkpoint; None before the first.
         disk_error: why the last write failed; None once a checkpoint is saved again.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
     """
 
     def __init__(self, folder: RunFolder | None, *, tensorboard: bool = False) -> None:
-        self.folder = folder
+        self.folder, self.has_tensorboard = folder, tensorboard and folder is not None
+        if self.has_tensorboard and find_spec("tensorboard") is None:
+            raise ConfigError(
+                "track.tensorboard needs a package that is not installed; "
+                "pip install '.[track]' in chargpt's folder, or leave the setting out"
+            )
         self.newest: Path | None = None
-        self._pending: Future[RunState | None] | None = None  # a checkpoint that is being written
         self.disk_error: str | None = None
-        self.tensorboard: TensorBoardLog | None = None
+        self.step = 0  # of the last record
+        self.tensorboard: Any = None  # writer of TensorBoard's files
         self.executor = ThreadPoolExecutor(1)  # starts with the first save from a GPU
-        if folder is not None and tensorboard:
-            self.tensorboard = TensorBoardLog(folder.path / TENSORBOARD, 0)
+        self._pending: Future[None] | None = None  # a checkpoint that is being written
+        self._saved: RunState | None = None  # for `finish`
 
-    def record(self, *records: Mapping[str, object]) -> None:
+    def record(self, *records: Mapping[str, Any]) -> None:
         """Append records to the metrics."""
         if self.folder is None:
             return
         with self._tolerate_disk_errors():
             self.folder.metrics.append(*records)
-        if self.tensorboard is not None:
-            self.tensorboard.add(*records)
+        if self.has_tensorboard:
+            try:
+                self._add_to_tensorboard(self.folder.path / TENSORBOARD, *records)
+            except OSError:  # metrics.jsonl holds the same records
+                self.has_tensorboard, self.tensorboard = False, None
+
+    def _add_to_tensorboard(self, folder: Path, *records: Mapping[str, Any]) -> None:
+        """Write scalars and texts; those of later steps in earlier files are hidden."""
+        if self.tensorboard is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(str(folder), purge_step=self.step + 1)
+        for record in records:
+            self.step = record["step"]
+            for name, value in record.items():
+                if isinstance(value, str):
+                    self.tensorboard.add_text(name, f"```\n{value}\n```", self.step)
+                elif name not in NOT_LOGGED:
+                    self.tensorboard.add_scalar(name, value, self.step)
+        self.tensorboard.flush()
 
     def write_config(self, config: Config) -> None:
         """Replace the run's config."""
@@ -64,13 +91,12 @@ class RunWriter:
     ) -> None:
         """Commit a checkpoint, from a GPU in the background; `finish` returns the result."""
         assert self.folder is not None
-        is_on_cpu = next(iter(tensors[0].values())).device.type == "cpu"
+        save, is_on_cpu = self.folder.save, next(iter(tensors[0].values())).device.type == "cpu"
         model, optimizer = (  # no copy of what is on the CPU
             {name: x.detach().cpu() for name, x in part.items()} for part in tensors
         )
-        save = self.folder.save
 
-        def save_or_note_error() -> RunState | None:
+        def save_or_note_error() -> None:
             with self._tolerate_disk_errors():
                 self.newest = save(
                     config=config,
@@ -79,101 +105,63 @@ class RunWriter:
                     model=model,
                     optimizer=optimizer,
                 )
-                self.disk_error = None
-                return state
-            return None
+                self.disk_error, self._saved = None, state
 
-        if not is_on_cpu:
+        if is_on_cpu:
+            save_or_note_error()
+        else:
             self._pending = self.executor.submit(save_or_note_error)
-            return
-        self._pending = Future()
-        self._pending.set_result(save_or_note_error())
 
     @property
     def saved_step(self) -> int | None:
         """The step of the newest checkpoint."""
         return None if self.newest is None else step_of(self.newest)
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a checkpoint is being written now."""
-        return self._pending is not None and not self._pending.done()
-
     def finish(self) -> RunState | None:
         """Wait for the checkpoint that is being written.
 
         Returns:
-            The state that it holds; None if there is no such checkpoint, or its write failed.
+            The state of the last save since the previous call; None if none has succeeded.
         """
         pending, self._pending = self._pending, None  # even if it raises
-        return None if pending is None else pending.result()
+        if pending is not None:
+            pending.result()
+        saved, self._saved = self._saved, None
+        return saved
 
     def continue_from(self, checkpoint: Path) -> None:
-        """Drop the metrics after a checkpoint that training continues from."""
+        """Drop the metrics after a checkpoint that training continues from.
+
+        Raises:
+            RunError: they cannot be dropped: appending now would repeat steps.
+        """
         self.newest, step = checkpoint, step_of(checkpoint)
         if self.folder is None:
             return
-        with self._tolerate_disk_errors():
+        try:
             self.folder.metrics.truncate_after(step)
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-            self.tensorboard = TensorBoardLog(self.tensorboard.folder, step)
+        except OSError as error:
+            raise RunError(
+                f"the metrics of the run cannot be continued ({error.strerror}); check the disk "
+                "and the permissions, then try again"
+            ) from None
+        self.close()
+        self.step = step
 
     def close(self) -> None:
-        """Finish TensorBoard's files."""
+        """Finish TensorBoard's file; later records go to a new one."""
         if self.tensorboard is not None:
             self.tensorboard.close()
+            self.tensorboard = None
 
     @contextlib.contextmanager
     def _tolerate_disk_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            if self.disk_error is None:
+                logger.warning(
+                    f"cannot write to the run ({error.strerror or error}); training continues: "
+                    "free some space"
+                )
             self.disk_error = error.strerror or str(error)
-
-
-class TensorBoardLog:
-    """Writes records as TensorBoard scalars and texts, to files created with the first record.
-
-    An earlier session's records of steps after `step`, which training continues from, are hidden.
-
-    Raises:
-        ConfigError: TensorBoard is not installed.
-    """
-
-    def __init__(self, folder: Path, step: int) -> None:
-        if find_spec("tensorboard") is None:
-            raise ConfigError(
-                "track.tensorboard needs a package that is not installed; "
-                "pip install '.[track]' in chargpt's folder, or leave the setting out"
-            )
-        self.folder = folder
-        self.step = step
-        self.writer: Any = None
-        self.is_broken = False  # a write failed
-
-    def add(self, *records: Mapping[str, Any]) -> None:
-        """Write records under their steps; after a disk error, write nothing more."""
-        if self.is_broken:
-            return
-        try:
-            if self.writer is None:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self.writer = SummaryWriter(str(self.folder), purge_step=self.step + 1)
-            for record in records:
-                self.step = record["step"]
-                for name, value in record.items():
-                    if isinstance(value, str):
-                        self.writer.add_text(name, f"```\n{value}\n```", self.step)
-                    elif name not in NOT_LOGGED:
-                        self.writer.add_scalar(name, value, self.step)
-            self.writer.flush()
-        except OSError:  # metrics.jsonl holds the same records
-            self.is_broken = True
-
-    def close(self) -> None:
-        """Flush and close the file; later records go to a new one."""
-        if self.writer is not None and not self.is_broken:
-            self.writer.close()
-        self.writer = None

@@ -32,7 +32,7 @@ def file_errors(work: Path, index: int, random: Random) -> str | None:
     fault = Fault(folder / "R", number, ERRORS[index % len(ERRORS)], persistent)
     result = run_forked(train_arguments(), folder, fault=fault, save_log=folder / "saves")
     errors = error_lines(result)
-    warnings = result.err.count("cannot write to the run at step")
+    warnings = result.err.count("cannot write to the run (")
     if "Traceback" in result.err or result.code not in (0, 1, 2) or warnings > 1:
         return f"operation {number}: exit {result.code}, {warnings} warnings: {result.err[-500:]}"
     if len(errors) != (0 if result.code == 0 else 1):
