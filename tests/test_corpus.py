@@ -340,7 +340,7 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write, notes: 
     assert notes == [f"files read of {matched.name}: 3, sorted by path", split]
     message = error_message(folder, suffixes=(".rst", ".tex"))
     assert ".rst, .tex (text.suffixes)" in message
-    assert message.endswith("texts/**/*.py'")
+    assert message.endswith("texts/**/*.gz'")
 
 
 def test_binary_files_among_several_are_skipped_and_named(write: Write, notes: list[str]) -> None:

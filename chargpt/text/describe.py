@@ -1,6 +1,9 @@
 """Statistics of a text, and warnings about it: the result of `chargpt data info`."""
 
 import math
+import re
+from collections import Counter
+from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -8,18 +11,23 @@ import numpy as np
 import numpy.typing as npt
 
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, PairCounts, count_pairs, count_tokens
+from chargpt.text.display import sign_or_code
 from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 
 MAX_SHOWN = 10  # characters listed as the most or least frequent
 MAX_VOCAB_SIZE = 5_000  # limits of the warnings
 MIN_CHARACTERS = 10_000
-# What looks like a list: many short lines, none of them empty
+# What looks like a list: many short or sorted lines, none of them empty
 MIN_LIST, MAX_MEAN_ITEM = 100, 40  # lines; characters
+MIN_SORTED = 0.95  # fraction of neighbouring lines in order
+SEPARATOR = re.compile(r"([%*=~+_.-])\1*")  # a line that may stand between items
+MIN_SEPARATORS = 0.05  # fraction of the lines
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
 CHUNK = 1 << 20  # tokens
 # nats between the character frequencies of the splits that change the loss noticeably
 MIN_DIVERGENCE = 0.05
 MIN_DIVERGENCE_RATIO = 5  # to that of a sample of the training split
+MAX_DIFFERING = 3  # characters named as rarer, or as more frequent
 SAMPLE_BLOCK = 64  # characters of that sample's blocks
 MAX_SAMPLES = 8  # of documents
 MAX_COMPARED = 20_000_000  # tokens of a text whose documents are compared
@@ -127,14 +135,24 @@ def warn_of_list(corpus: Corpus) -> str:
     """Return advice on `text.documents` if the start of a text looks like a list, else ""."""
     if corpus.n_documents:
         return ""
-    lines = corpus.tokenizer.decode(corpus.tokens[:CHUNK]).replace("\r", "").split("\n")
-    lengths = [len(line) for line in lines[:-1]]  # the last one may be cut
-    if len(lengths) < MIN_LIST or 0 in lengths or fmean(lengths) > MAX_MEAN_ITEM:
+    lines = corpus.tokenizer.decode(corpus.tokens[:CHUNK]).replace("\r", "").split("\n")[:-1]
+    separators = Counter(filter(SEPARATOR.fullmatch, lines))
+    for line, count in separators.most_common(1):
+        if count >= MIN_SEPARATORS * max(MIN_LIST, len(lines)):
+            return (
+                f"{count:,} lines are {line}; if they separate items, -s "
+                f"text.documents='\\n{line}\\n' shuffles those, and each sample is one item"
+            )
+    items = [line.casefold() for line in lines]
+    n_sorted = sum(first <= second for first, second in pairwise(items))
+    if len(items) < MIN_LIST or "" in items:
+        return ""
+    if fmean(map(len, items)) > MAX_MEAN_ITEM and n_sorted < MIN_SORTED * len(items):
         return ""
     return (
-        "the text looks like a list of items; with -s text.documents=lines, or the separator of "
-        "items such as '\\n%\\n', they are shuffled, and each sample is one item (their loss is "
-        "not comparable with that of a sorted list, in which neighbours are alike)"
+        "the text looks like a list of items; with -s text.documents=lines they are shuffled, and "
+        "each sample is one item (the loss of shuffled items is not comparable with that of a "
+        "sorted list, in which neighbours are alike)"
     )
 
 
@@ -197,9 +215,22 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
     return SplitDifference(
         divergence,
         "the validation split differs from the training split: the KL divergence of its token "
-        f"frequencies is {divergence:.3f} nats, {by_chance:.3f} by chance. Its loss measures that "
+        f"frequencies is {divergence:.3f} nats, {by_chance:.3f} by chance "
+        f"({_name_differing(corpus.tokenizer, val_counts, counts)}). Its loss measures that "
         f"difference too; {remedy}",
     )
+
+
+def _name_differing(tokenizer: CharTokenizer, counts: Ints, reference: Ints) -> str:
+    """Name the tokens with the largest terms of the symmetric KL divergence of two counts, (V,)."""
+    probs, reference_probs = (each / each.sum() for each in (counts + 1, reference + 1))
+    gains = probs - reference_probs
+    ranked = np.argsort(-gains * np.log(probs / reference_probs), kind="stable")
+    rarer, commoner = (
+        " ".join(sign_or_code(tokenizer.token_text(token)) for token in tokens[:MAX_DIFFERING])
+        for tokens in (ranked[gains[ranked] < 0], ranked[gains[ranked] > 0])
+    )
+    return f"rarer there: {rarer}; more frequent there: {commoner}"
 
 
 def divergence_nats(counts: Ints, reference: Ints) -> float:

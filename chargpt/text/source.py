@@ -213,9 +213,15 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
             raise TextError(f"{root} holds over {MAX_FILES:,} files; join them into fewer")
     kind = f"in {', '.join(endings)} (text.suffixes)"
     if not paths:
+        if (root / "checkpoints").is_dir():
+            raise MissingTextError(
+                f"{root} is a run, not a text; name a text (`chargpt train --resume {root}` "
+                "continues the run)"
+            )
+        common = max(others, key=others.__getitem__, default="")
         raise MissingTextError(
             f"the folder {root} holds no file that ends {kind}; name another folder, or its files "
-            f"by a pattern, such as '{root}/**/*.py'"
+            f"by a pattern, such as '{root}/**/*{common}'"
         )
     name = f"{root.absolute().name}/"
     note = f"files read of {name}: {len(paths):,}, which end {kind}, sorted by path"
