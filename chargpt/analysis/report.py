@@ -13,7 +13,7 @@ from typing import Any
 
 from chargpt import __version__
 from chargpt.analysis import memorization, plots, predictions
-from chargpt.analysis.attention_maps import MAX_LINE, attention_maps, describe_layers, typical_line
+from chargpt.analysis.explain import MAX_LINE, attention_maps, describe_layers, typical_line
 from chargpt.analysis.page import render
 from chargpt.analysis.result import MIXTURE_LABEL, RunScores, evaluate_run, summarize
 from chargpt.files import write_output
