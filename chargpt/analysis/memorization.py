@@ -142,8 +142,7 @@ def _documents_in(
     tokens: Tokens, tokenizer: CharTokenizer, wanted: AbstractSet[str], separator: str
 ) -> set[str]:
     found: set[str] = set()
-    rest = ""
-    start = 0
+    rest, start = "", 0
     while wanted and start < len(tokens):
         end = start + CHUNK
         while end < len(tokens) and tokens[end] >= tokenizer.first_continuation_id:
@@ -180,9 +179,8 @@ def measure_overlap(
         else:
             n_counted += tokenizer.count_characters(val[start:end])
             last = end
-    copied, known = set[str](), set[str]()
-    if tokenizer.eos_token:
-        copied, known = find_documents(corpus, {*documents}, tokenizer.eos_token)
+    wanted = {*documents} if tokenizer.eos_token else set()
+    copied, known = find_documents(corpus, wanted, tokenizer.eos_token)
     return OverlapReport(found[: len(generated)], compared, n_counted, copied, known)
 
 
@@ -214,25 +212,20 @@ def _validation_parts(
 def _in_characters(overlap: Overlap, tokens: Tokens, tokenizer: CharTokenizer) -> Overlap:
     """Return an overlap of tokens (M,) in whole characters, with disjoint matches that count."""
     edges = np.append(np.flatnonzero(tokens < tokenizer.first_continuation_id), len(tokens))
-
-    def in_characters(start: int, end: int) -> VerbatimMatch:
-        first = int(np.searchsorted(edges, start))
-        last = int(np.searchsorted(edges, end, side="right")) - 1
-        text = tokenizer.decode(tokens[edges[first] : edges[last]])
-        return VerbatimMatch(first, last - first, text)
-
-    found = [in_characters(start, end) for start, end in overlap.spans]
-    is_free = np.ones(len(tokens), dtype=bool)
+    starts, ends = np.reshape(overlap.spans, (-1, 2)).T
+    firsts = np.searchsorted(edges, starts)
+    lasts = np.searchsorted(edges, ends, side="right") - 1
+    is_free = np.ones(len(edges), dtype=bool)
     matches = []
-    for match in sorted(found, key=lambda match: -match.length):
-        free = np.flatnonzero(is_free[match.start : match.start + match.length]).tolist()
+    for index in np.argsort(firsts - lasts, kind="stable"):  # the longest first
+        free = np.arange(firsts[index], lasts[index])
+        free = free[is_free[free]]
         # what overlaps is longer and covers an end of the match: the rest is one part
-        start, end = (free[0], free[-1] + 1) if free else (0, 0)
-        rest = VerbatimMatch(match.start + start, end - start, match.text[start:end])
-        n_visible = sum(not character.isspace() for character in rest.text)
-        if rest.length >= MIN_MATCH and n_visible >= MIN_VISIBLE:
-            is_free[rest.start : rest.start + rest.length] = False
-            matches.append(rest)
+        text = tokenizer.decode(tokens[edges[free[0]] : edges[free[-1] + 1]]) if free.size else ""
+        n_visible = sum(not character.isspace() for character in text)
+        if len(text) >= MIN_MATCH and n_visible >= MIN_VISIBLE:
+            is_free[free] = False
+            matches.append(VerbatimMatch(int(free[0]), len(text), text))
     return replace(overlap, matches=sorted(matches, key=lambda match: -match.length))
 
 
@@ -290,8 +283,7 @@ class _NGramTable:
         self.n = n
         self.hashes, self.ids = np.unique(hashes, return_inverse=True)
         self.occurs = np.zeros(len(self.hashes), dtype=bool)
-        self.positions: list[tuple[Positions, Positions]] = []  # (ids, positions) of each chunk
-        self.n_stored = np.zeros(len(self.hashes), dtype=np.int64)
+        self.stored_ids = self.positions = np.zeros(0, dtype=np.int64)  # sorted by id
         self.filter = np.zeros(2**TABLE_BITS, dtype=bool)
         self.filter[self.hashes >> np.uint64(64 - TABLE_BITS)] = True
 
@@ -303,23 +295,19 @@ class _NGramTable:
         ids, positions = ids[is_equal], positions[is_equal]
         self.occurs[ids] = True
         if self.n >= MIN_MATCH:
+            ids = np.append(self.stored_ids, ids)
             order = np.argsort(ids, kind="stable")
-            ids, positions = ids[order], positions[order] + first
-            rank = np.arange(len(ids)) - np.searchsorted(ids, ids)  # among equal ids of this chunk
-            is_kept = self.n_stored[ids] + rank < MAX_POSITIONS
-            self.positions.append((ids[is_kept], positions[is_kept]))
-            self.n_stored += np.bincount(ids, minlength=len(self.hashes))
+            ids, positions = ids[order], np.append(self.positions, positions + first)[order]
+            is_kept = np.arange(len(ids)) - np.searchsorted(ids, ids) < MAX_POSITIONS
+            self.stored_ids, self.positions = ids[is_kept], positions[is_kept]
 
     def pairs(self) -> tuple[Positions, Positions]:
         """Return starts in the text and in the training split of all equal n-grams."""
-        ids, positions = (np.concatenate(each) for each in zip(*self.positions, strict=True))
-        order = np.argsort(ids, kind="stable")
-        ids, positions = ids[order], positions[order]
-        low = np.searchsorted(ids, self.ids, side="left")
-        counts = np.searchsorted(ids, self.ids, side="right") - low
+        low = np.searchsorted(self.stored_ids, self.ids)
+        counts = np.searchsorted(self.stored_ids, self.ids, side="right") - low
         starts = np.repeat(np.arange(len(self.ids)), counts)
         offsets = np.repeat(low - counts.cumsum() + counts, counts)
-        return starts, positions[np.arange(len(starts)) + offsets]
+        return starts, self.positions[np.arange(len(starts)) + offsets]
 
 
 def _matches(training: Tokens, text: Tokens, tables: list[_NGramTable]) -> list[VerbatimMatch]:
@@ -354,9 +342,7 @@ def _matches(training: Tokens, text: Tokens, tables: list[_NGramTable]) -> list[
 def _common_length(first: Tokens, second: Tokens) -> int:
     """Return how many tokens two texts have in common from their start on."""
     count = min(len(first), len(second))
-    differs = first[:count] != second[:count]
-    index = int(differs.argmax()) if count else 0
-    return index if count and differs[index] else count
+    return int(np.append(first[:count] != second[:count], True).argmax())
 
 
 def _powers(base: int, count: int) -> Hashes:
