@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from torch import Tensor, nn
 
-from chargpt.analysis.plots import inline_heads
+from chargpt.analysis import plots
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, TextError
 from chargpt.models import GPT
@@ -70,11 +70,14 @@ class AttentionMaps:
     weights: Weights
     titles: Sequence[str]
     caption: str = ""
+    name: str = "heads"  # unique in a page
 
     @property
     def svgs(self) -> list[Markup]:
-        """The heads as SVG for a page."""
-        return inline_heads(self.weights, self.text, self.titles, "heads")
+        """The heads as SVG, one each, which a page can wrap."""
+        heads = zip(self.weights, self.titles, strict=True)
+        figures = (plots.attention(head[None], self.text, [title]) for head, title in heads)
+        return [plots.inline(each, f"{self.name}-{i}") for i, each in enumerate(figures, 1)]
 
 
 Element = Table | AttentionMaps
@@ -266,12 +269,10 @@ def explain_scaling(subject: Subject) -> Section:
     measured = {size: score_statistics(size) for size in HEAD_SIZES}
     q, k, _ = subject.first_head(None)
     own = [float(attention_scores(q, k, scaled=s).var(correction=0)) for s in (False, True)]
+    forms = {"variance": ".2f", "variance_scaled": ".2f"}
+    forms |= {"largest_weight": ".1%", "largest_weight_scaled": ".1%"}
     rows = [
-        [
-            str(size),
-            *(f"{each[name]:.2f}" for name in ("variance", "variance_scaled")),
-            *(f"{each[name]:.1%}" for name in ("largest_weight", "largest_weight_scaled")),
-        ]
+        [str(size), *(format(each[name], form) for name, form in forms.items())]
         for size, each in measured.items()
     ]
     columns = ["D", "variance", "scaled", "largest weight", "weight, scaled"]

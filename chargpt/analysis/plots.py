@@ -222,16 +222,6 @@ def attention(weights: npt.NDArray[np.float32], text: str, titles: Sequence[str]
     return figure
 
 
-def inline_heads(
-    weights: npt.NDArray[np.float32], text: str, titles: Sequence[str], name: str
-) -> list[Markup]:
-    """Return the attention weights of heads as SVG for a page, one each, which a page can wrap."""
-    return [
-        inline(attention(weights[i : i + 1], text, [title]), f"{name}-{i + 1}")
-        for i, title in enumerate(titles)
-    ]
-
-
 def plain(name: str) -> str:
     """Escape a name: `$` would begin a formula, and a leading `_` would keep it from a legend."""
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
