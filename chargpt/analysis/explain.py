@@ -81,6 +81,8 @@ class AttentionMaps:
 
 
 Element = Table | AttentionMaps
+# Of a section: its numbers for `--json`, its elements by key, further values of its template
+Content = tuple[dict[str, Any], dict[str, Element], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ def explain(subject: Subject, names: Sequence[str] = ()) -> list[Section]:
     for name in names:
         if name not in SECTIONS:
             raise ConfigError(f"there is no section {name!r}; there are {', '.join(SECTIONS)}")
-    return [SECTIONS[name](subject) for name in dict.fromkeys(names) or SECTIONS]
+    chosen = dict.fromkeys(names) or SECTIONS
+    return [fill_template(name, subject, *SECTIONS[name](subject)) for name in chosen]
 
 
 def fill_template(
@@ -165,14 +168,14 @@ def fill_template(
     subject: Subject,
     data: dict[str, Any],
     elements: Mapping[str, Element],
-    **values: object,
+    values: Mapping[str, Any],
 ) -> Section:
     """Return a section from its template: a title, then paragraphs and elements as `[key] caption`.
 
     The template reads the subject, the section's data and further values.
     """
     text = templates.get_template(f"{name}.txt").render(
-        data | values, subject=subject, quoted=quoted
+        {**data, **values, "subject": subject, "quoted": quoted}
     )
     title, *paragraphs = (part.strip() for part in text.split("\n\n") if part.strip())
 
@@ -201,7 +204,7 @@ def average_by_softmax(x: Tensor) -> Tensor:
     return output
 
 
-def explain_averaging(subject: Subject) -> Section:
+def explain_averaging(subject: Subject) -> Content:
     """Average the past in three equivalent ways."""
     characters = subject.characters
     distinct = sorted(set(characters))
@@ -217,37 +220,33 @@ def explain_averaging(subject: Subject) -> Section:
         for name, average in (("matrix", average_by_matrix), ("softmax", average_by_softmax))
     }
     means = average_by_matrix(one_hot)[0]  # (T, kinds)
-    return fill_template(
-        "averaging",
-        subject,
-        {"largest_difference": gaps, "notebook_means": average_by_loop(notebook)[0, :3].tolist()},
-        {"means": value_table(["after", *distinct], characters, means)},
-    )
+    table = value_table(["after", *distinct], characters, means)
+    first_means = average_by_loop(notebook)[0, :3].tolist()
+    return {"largest_difference": gaps, "notebook_means": first_means}, {"means": table}, {}
 
 
-def explain_queries(subject: Subject) -> Section:
+def explain_queries(subject: Subject) -> Content:
     """Show queries, keys, values and the scores between them."""
     q, k, v = subject.first_head()  # (T, D) each
     size, scaled = q.size(-1), subject.model.config.scale_attn_weights
     scores = attention_scores(q, k, scaled=scaled)  # (T, T)
     characters = subject.characters
     best = scores.masked_fill(~causal_mask(len(q), len(q)), -math.inf).argmax(dim=-1).tolist()
-    return fill_template(
-        "queries",
-        subject,
-        {"head_size": size, "scores": scores.tolist(), "line": subject.line},
-        {
-            "vectors": vector_table(characters, query=q, key=k, value=v),
-            "scores": value_table(["", *characters], characters, scores, "{:+.2f}"),
-        },
-        scaled=scaled,
-        root=math.sqrt(size),
-        is_rotated=isinstance(subject.model, GPT),
-        best=[(i + 1, characters[i], j + 1, characters[j]) for i, j in enumerate(best)][-3:],
-    )
+    data = {"head_size": size, "scores": scores.tolist(), "line": subject.line}
+    elements: dict[str, Element] = {
+        "vectors": vector_table(characters, query=q, key=k, value=v),
+        "scores": value_table(["", *characters], characters, scores, "{:+.2f}"),
+    }
+    values = {
+        "scaled": scaled,
+        "root": math.sqrt(size),
+        "is_rotated": isinstance(subject.model, GPT),
+        "best": [(i + 1, characters[i], j + 1, characters[j]) for i, j in enumerate(best)][-3:],
+    }
+    return data, elements, values
 
 
-def explain_mask(subject: Subject) -> Section:
+def explain_mask(subject: Subject) -> Content:
     """Show the weights under the causal mask, the outputs, and what the future would get."""
     q, k, v = subject.first_head()
     scaled = subject.model.config.scale_attn_weights
@@ -255,16 +254,16 @@ def explain_mask(subject: Subject) -> Section:
     _, unmasked = explicit_attention(q, k, v, causal=False, scaled=scaled)
     future = float(unmasked.triu(1).sum() / max(1, len(weights) - 1))  # the last row has no future
     characters = subject.characters
-    elements = {
+    elements: dict[str, Element] = {
         "weights": value_table(["", *characters], characters, weights),
         "outputs": vector_table(characters, value=v, output=outputs),
     }
     last = " + ".join(f"{weight:.2f} v{j}" for j, weight in enumerate(weights[-1].tolist(), 1))
     data = {"weights": weights.tolist(), "outputs": outputs.tolist(), "future_without_mask": future}
-    return fill_template("mask", subject, data, elements, last=last)
+    return data, elements, {"last": last}
 
 
-def explain_scaling(subject: Subject) -> Section:
+def explain_scaling(subject: Subject) -> Content:
     """Measure the variance of scores and the saturation of the softmax by head size."""
     measured = {size: score_statistics(size) for size in HEAD_SIZES}
     q, k, _ = subject.first_head(None)
@@ -282,20 +281,13 @@ def explain_scaling(subject: Subject) -> Section:
         "own_variance": own[0],
         "own_variance_scaled": own[1],
     }
-    return fill_template(
-        "scaling",
-        subject,
-        data,
-        {"variances": Table(columns, rows)},
-        inputs=SCORES,
-        size=q.size(-1),
-    )
+    return data, {"variances": Table(columns, rows)}, {"inputs": SCORES, "size": q.size(-1)}
 
 
-def explain_attention(subject: Subject) -> Section:
+def explain_attention(subject: Subject) -> Content:
     """Show the attention weights of a trained model's heads."""
     if subject.run is None:
-        return fill_template("attention", subject, {}, {}, heads=[])
+        return {}, {}, {"heads": []}
     layers = attention_maps(subject.model, subject.ids)
     heads = describe_layers(layers)
     data: dict[str, Any] = {"line": subject.line, "heads": heads, "untrained_heads": []}
@@ -309,11 +301,10 @@ def explain_attention(subject: Subject) -> Section:
         for layer, weights in enumerate(layers, 1)
         for head in range(1, len(weights) + 1)
     ]
-    maps = AttentionMaps(subject.line, np.concatenate(layers), titles)
-    return fill_template("attention", subject, data, {"maps": maps})
+    return data, {"maps": AttentionMaps(subject.line, np.concatenate(layers), titles)}, {}
 
 
-SECTIONS: dict[str, Callable[[Subject], Section]] = {
+SECTIONS: dict[str, Callable[[Subject], Content]] = {
     "averaging": explain_averaging,
     "queries": explain_queries,
     "mask": explain_mask,
