@@ -303,7 +303,6 @@ def set_fallback_fonts(figure: "Figure") -> str:
     }
     missing = drawn - characters_of_font(findfont(DEFAULT_FONT), drawn)
     if missing:
-        add_new_fonts()
         families, missing = choose_fonts(missing)
         for text in texts:
             text.set_fontfamily([DEFAULT_FONT, *families])
@@ -312,8 +311,12 @@ def set_fallback_fonts(figure: "Figure") -> str:
 
 def choose_fonts(characters: set[str]) -> tuple[list[str], set[str]]:
     """Return families that have the characters, few if possible, and the characters none has."""
-    from matplotlib.font_manager import fontManager
+    from matplotlib.font_manager import findSystemFonts, fontManager
 
+    for path in {*findSystemFonts()} - {font.fname for font in fontManager.ttflist}:
+        # installed since matplotlib listed them; damaged ones have many kinds of errors
+        with suppress(Exception):
+            fontManager.addfont(path)
     # the regular font of each family, the last one here
     fonts = sorted(fontManager.ttflist, key=lambda f: (f.style == "normal", f.weight == 400))
     paths = {font.name: font.fname for font in fonts}
@@ -336,12 +339,3 @@ def characters_of_font(path: str, characters: set[str]) -> set[str]:
     except (OSError, RuntimeError):  # removed since matplotlib listed it, or damaged
         return set()
     return {c for c in characters if font.get_char_index(ord(c))}
-
-
-def add_new_fonts() -> None:
-    """Make known the fonts that were installed since matplotlib listed them."""
-    from matplotlib.font_manager import findSystemFonts, fontManager
-
-    for path in {*findSystemFonts()} - {font.fname for font in fontManager.ttflist}:
-        with suppress(Exception):  # a damaged file, or one of bitmaps; its kinds of error are many
-            fontManager.addfont(path)
