@@ -283,7 +283,8 @@ class _NGramTable:
         self.n = n
         self.hashes, self.ids = np.unique(hashes, return_inverse=True)
         self.occurs = np.zeros(len(self.hashes), dtype=bool)
-        self.stored_ids = self.positions = np.zeros(0, dtype=np.int64)  # sorted by id
+        self.positions: list[tuple[Positions, Positions]] = []  # (ids, positions) of each chunk
+        self.n_stored = np.zeros(len(self.hashes), dtype=np.int64)
         self.filter = np.zeros(2**TABLE_BITS, dtype=bool)
         self.filter[self.hashes >> np.uint64(64 - TABLE_BITS)] = True
 
@@ -295,19 +296,23 @@ class _NGramTable:
         ids, positions = ids[is_equal], positions[is_equal]
         self.occurs[ids] = True
         if self.n >= MIN_MATCH:
-            ids = np.append(self.stored_ids, ids)
             order = np.argsort(ids, kind="stable")
-            ids, positions = ids[order], np.append(self.positions, positions + first)[order]
-            is_kept = np.arange(len(ids)) - np.searchsorted(ids, ids) < MAX_POSITIONS
-            self.stored_ids, self.positions = ids[is_kept], positions[is_kept]
+            ids, positions = ids[order], positions[order] + first
+            rank = np.arange(len(ids)) - np.searchsorted(ids, ids)  # among equal ids of this chunk
+            is_kept = self.n_stored[ids] + rank < MAX_POSITIONS
+            self.positions.append((ids[is_kept], positions[is_kept]))
+            self.n_stored += np.bincount(ids, minlength=len(self.hashes))
 
     def pairs(self) -> tuple[Positions, Positions]:
         """Return starts in the text and in the training split of all equal n-grams."""
-        low = np.searchsorted(self.stored_ids, self.ids)
-        counts = np.searchsorted(self.stored_ids, self.ids, side="right") - low
+        ids, positions = (np.concatenate(each) for each in zip(*self.positions, strict=True))
+        order = np.argsort(ids, kind="stable")
+        ids, positions = ids[order], positions[order]
+        low = np.searchsorted(ids, self.ids, side="left")
+        counts = np.searchsorted(ids, self.ids, side="right") - low
         starts = np.repeat(np.arange(len(self.ids)), counts)
         offsets = np.repeat(low - counts.cumsum() + counts, counts)
-        return starts, self.positions[np.arange(len(starts)) + offsets]
+        return starts, positions[np.arange(len(starts)) + offsets]
 
 
 def _matches(training: Tokens, text: Tokens, tables: list[_NGramTable]) -> list[VerbatimMatch]:
