@@ -95,7 +95,8 @@ def test_runs_of_other_block_sizes_score_the_same_characters_and_name_them(
     assert {each.characters for each in result.evaluations.values()} == {992}
     assert result.scored_on == "992 of 2,844 validation characters, protocol blocks"
     sentences = comparison.conclusions(result)
-    assert any(f"{trained.name} 16, short 8 (a larger" in each for each in sentences)
+    sizes = re.compile(rf"^steps .* and block sizes: {trained.name} \d+ and 16, short \d+ and 8$")
+    assert any(map(sizes.match, sentences))
     clusters = [each.clusters for each in result.evaluations.values()]
     assert clusters[0].shape == clusters[1].shape  # by spans of the longer one: paired
     assert result.curve_baselines.keys() == result.baselines.keys()
@@ -131,11 +132,11 @@ def test_runs_of_other_texts_or_splits_are_not_compared(trained: Path, cli: Cli)
     message = refusal(cli("compare", trained, "other"))
     assert "another validation split" in message
     assert "name runs of one text" in message
-    assert "by another" not in message
+    assert "other settings: text.path)" in message
     split = ("-s", "text.val_fraction=0.2", "--out", "split")
     assert cli("train", trained.parent / "novel.txt", *QUICK, *split).returncode == 0
     message = refusal(cli("compare", trained, "split"))
-    assert ", by another text.val_fraction, so their losses" in message
+    assert "(other settings: text.val_fraction)" in message
 
 
 def test_compare_takes_a_folder_of_runs_and_compares_each_run_once(

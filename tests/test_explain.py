@@ -8,8 +8,7 @@ import pytest
 import torch
 from conftest import Cli, refusal
 
-from chargpt.analysis.attention_maps import describe_heads, typical_line
-from chargpt.analysis.explain import SECTIONS, quoted
+from chargpt.analysis.explain import SECTIONS, describe_heads, quoted, typical_line
 from chargpt.models.kernels import explicit_attention
 from chargpt.store.run import load_run
 from chargpt.text.tokenizer import CharTokenizer

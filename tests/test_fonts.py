@@ -9,7 +9,7 @@ from conftest import Cli, run_cli
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 
-from chargpt.analysis import fonts, plots
+from chargpt.analysis import plots
 
 RARE = "𰀀𰀁𰀂𰀃"  # of an extension of Chinese that hardly any font has
 TINY = (
@@ -71,7 +71,7 @@ def test_fonts_are_searched_only_for_characters_that_the_default_font_lacks(
     def searched(*_: object) -> None:
         raise AssertionError("the fonts were searched")
 
-    monkeypatch.setattr(fonts, "choose_fonts", searched)
+    monkeypatch.setattr(plots, "choose_fonts", searched)
     monkeypatch.setattr("matplotlib.font_manager.findSystemFonts", searched)
     weights = np.eye(4, dtype=np.float32)[None]
     for text in ("abcd", "жить", "a ⏎é"):
@@ -83,6 +83,6 @@ def test_fonts_are_searched_only_for_characters_that_the_default_font_lacks(
 def test_a_damaged_font_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "bad.ttf").write_bytes(b"no font")
     for path in ("bad.ttf", "gone.ttf"):
-        assert fonts.found_in(str(tmp_path / path), {"a"}) == set()
+        assert plots.characters_of_font(str(tmp_path / path), {"a"}) == set()
     make_font(tmp_path / "good.ttf", "a", "Good")
-    assert fonts.found_in(str(tmp_path / "good.ttf"), {"a", "b"}) == {"a"}
+    assert plots.characters_of_font(str(tmp_path / "good.ttf"), {"a", "b"}) == {"a"}

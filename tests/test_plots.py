@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from chargpt.analysis import plots
-from chargpt.analysis.ladder import Ladder, Rung, RungResult
+from chargpt.analysis.ladder import Estimate, Ladder, Rung, RungResult
 from chargpt.analysis.predictions import Group
 
 
@@ -18,7 +18,7 @@ def test_ladder_bars_are_bits_per_character_in_rung_order() -> None:
     rungs = [Rung(name, "", {}) for name in ("bigram (trained)", "one head, scaled")]
     steps = [
         RungResult(rungs[0], [2.0, 2.2], 1, 1.0, "", None),
-        RungResult(rungs[1], [1.0, 1.2], 1, 1.0, "", [2.0, 2.2]),
+        RungResult(rungs[1], [1.0, 1.2], 1, 1.0, "", Estimate(1.0, 0.0)),
     ]
     figure = plots.ladder(Ladder("a text", {"uniform": 4.0}, {"xz -9": 1.5}, steps))
     (axes,) = figure.axes

@@ -32,9 +32,6 @@ TRAINED = " (trained)"  # ends the name of a model that `compare` trains
 MAX_TOKENS = 300_000  # scored
 MAX_BIGRAM_GAP = 0.1  # nats
 PLUS_MINUS = "±: twice the standard error of the difference"
-SPLIT_SETTINGS = {  # by which runs of one text have different validation splits
-    f"text.{name}" for name in ("documents", "seed", "val_fraction", "test_fraction", "encoding")
-}
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
 
 RunSession = Callable[[str, Session], None]
@@ -148,17 +145,13 @@ class Comparison:
 def conclusions(result: Comparison) -> list[str]:
     """Return sentences on what differs between the models, and by how much the best is better."""
     evaluations, by_loss = result.evaluations, sorted(result.rows, key=lambda r: r.nats_per_char)
-    trained = [row for row in result.rows if row.step and row.parameters is not None]
-    steps = {row.model.removesuffix(TRAINED): row.step for row in trained}
-    blocks = {row.model.removesuffix(TRAINED): evaluations[row.model].block_size for row in trained}
-    sentences = [
-        f"the {what} differ: {', '.join(f'{name} {n:,}' for name, n in values.items())} ({note})"
-        for what, values, note in (
-            ("numbers of steps", steps, "to the best checkpoint"),
-            ("block sizes", blocks, "a larger one sees more context"),
-        )
-        if len(set(values.values())) > 1
-    ]
+    runs = [row for row in result.rows if row.run and row.parameters is not None]
+    sentences = []
+    sizes = [(row.step or 0, evaluations[row.model].block_size) for row in runs]
+    if len(set(sizes)) > 1:
+        pairs = zip(runs, sizes, strict=True)
+        each = (f"{row.model} {step:,} and {size:,}" for row, (step, size) in pairs)
+        sentences.append(f"steps to the best checkpoint and block sizes: {', '.join(each)}")
     if (note := undertrained({row.model: row.nats_per_char for row in result.rows})) is not None:
         sentences.append(note)
     if (gpt := evaluations.get(f"gpt{TRAINED}")) is not None:
@@ -173,9 +166,9 @@ def conclusions(result: Comparison) -> list[str]:
             gain = describe_difference(mixture, "the gpt", gpt)
             sentences.append(f"{MIXTURE_LABEL}, which chargpt sample --mixture uses, is {gain}")
         return [*sentences, PLUS_MINUS]
-    alone = [row for row in by_loss if row.parameters is not None and row.run]
-    if len(alone) < 2:
+    if len(runs) < 2:
         return sentences
+    alone = sorted(runs, key=lambda row: row.nats_per_char)
     best_of_run = {row.run: row for row in reversed(by_loss) if row.run}  # or its mixture
     with_mixtures = sorted(best_of_run.values(), key=lambda row: row.nats_per_char)
     groups = {"runs": alone}
@@ -310,12 +303,11 @@ def compare_runs(
     name = corpora[0].name
     for path, run, split, corpus in zip(paths, runs, splits, corpora, strict=True):
         if split != splits[0]:
-            keys = [k for k in run.config.differing_keys(runs[0].config) if k in SPLIT_SETTINGS]
-            other = f", by another {' and '.join(keys)}" if keys else ""
+            keys = [k for k in run.config.differing_keys(runs[0].config) if k.startswith("text.")]
             raise ConfigError(
-                f"{path} ({corpus.name}) has another validation split than {paths[0]} ({name})"
-                f"{other}, so their losses cannot be compared; name runs of one text and "
-                "vocabulary, or measure each with `chargpt evaluate RUN --text FILE`"
+                f"{path} ({corpus.name}) has another validation split than {paths[0]} ({name}), so "
+                f"their losses cannot be compared (other settings: {', '.join(keys) or 'none'}); "
+                "name runs of one text, or measure each with `chargpt evaluate RUN --text FILE`"
             )
     vals, span = [corpus.split("val") for corpus in corpora], max(r.model.block_size for r in runs)
     n_val = corpora[0].count_characters("val")

@@ -138,21 +138,17 @@ def _check_graphs(device: torch.device) -> Check:
 def _check_gradient(device: torch.device, dtype: torch.dtype) -> Check:
     error, tolerance = gradient_error(device, dtype), TOLERANCE[dtype]
     value = f"relative error {error:.1e} against float64 (at most {tolerance})"
-    if error < tolerance:
-        return Check("gradient", value)
-    advice = "gradients are wrong: update torch or use --device cpu"
-    return Check("gradient", value, advice, has_failed=True)
+    advice = "" if error < tolerance else "gradients are wrong: update torch or use --device cpu"
+    return Check("gradient", value, advice, has_failed=bool(advice))
 
 
 def _check_threads() -> Check:
-    used, advice = torch.get_num_threads(), ""
+    used = torch.get_num_threads()
     # os.cpu_count() also counts cores that this process may not use
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    if used > cores:
-        advice = f"unset OMP_NUM_THREADS: {used} threads compete for {cores} cores"
-    elif used * 4 < cores:
-        advice = f"set OMP_NUM_THREADS to the number of physical cores, {cores} at most"
+    remedy = f"unset OMP_NUM_THREADS, or set it to the number of physical cores, {cores} at most"
+    advice = "" if used <= cores <= 4 * used else remedy
     shown = f"{used} at most, of {cores} cores; on a CPU, training measures which number is fastest"
     return Check("threads", shown, advice)
 

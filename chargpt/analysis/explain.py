@@ -9,23 +9,17 @@ Shapes in this file: B = batch, T = tokens, D = head size, H = heads, C = n_embd
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from torch import Tensor, nn
 
-from chargpt.analysis.attention_maps import (
-    MAX_LINE,
-    Weights,
-    attention_maps,
-    describe_layers,
-    typical_line,
-)
-from chargpt.analysis.plots import inline_heads
+from chargpt.analysis import plots
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import ConfigError, TextError
 from chargpt.models.gpt import GPT, PREVIOUS_TOKEN_LAYERS
@@ -38,12 +32,18 @@ from chargpt.models.kernels import (
 )
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Split
-from chargpt.text.display import display_char, display_text
-from chargpt.text.tokenizer import Tokens
+from chargpt.text.display import REPLACEMENT, display_char, display_text
+from chargpt.text.tokenizer import CharTokenizer, Tokens
 
+MAX_LINE = 40  # characters of a line that is drawn
+SEARCHED = 20_000  # tokens that are searched for a line
+MIN_VARIETY = 0.25  # different characters of a line, as a fraction of its length
+MAX_MAPS = 12  # layers, and heads of a layer, that a plot has room for
 SHOWN = 8  # characters of the line in tables
 HEAD_SIZES = (1, 4, 16, 64, 256)
 SCORES = (0.1, -0.2, 0.3, -0.2, 0.5)  # the notebooks' example of a softmax
+
+Weights = npt.NDArray[np.float32]
 
 templates = Environment(
     loader=PackageLoader("chargpt.analysis", "pages/explain"),
@@ -54,29 +54,34 @@ templates = Environment(
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its caption."""
+    """A table; its template gives the caption."""
 
-    caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    caption: str = ""
 
 
 @dataclass(frozen=True)
 class AttentionMaps:
     """Attention weights of heads on a text: (H, T, T), with a title per head."""
 
-    caption: str
     text: str
     weights: Weights
     titles: Sequence[str]
+    caption: str = ""
+    name: str = "heads"  # unique in a page
 
     @property
     def svgs(self) -> list[Markup]:
-        """The heads as SVG for a page."""
-        return inline_heads(self.weights, self.text, self.titles, "heads")
+        """The heads as SVG, one each, which a page can wrap."""
+        heads = zip(self.weights, self.titles, strict=True)
+        figures = (plots.attention(head[None], self.text, [title]) for head, title in heads)
+        return [plots.inline(each, f"{self.name}-{i}") for i, each in enumerate(figures, 1)]
 
 
 Element = Table | AttentionMaps
+# Of a section: its numbers for `--json`, its elements by key, further values of its template
+Content = tuple[dict[str, Any], dict[str, Element], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -153,21 +158,31 @@ def explain(subject: Subject, names: Sequence[str] = ()) -> list[Section]:
     for name in names:
         if name not in SECTIONS:
             raise ConfigError(f"there is no section {name!r}; there are {', '.join(SECTIONS)}")
-    return [SECTIONS[name](subject) for name in dict.fromkeys(names) or SECTIONS]
+    chosen = dict.fromkeys(names) or SECTIONS
+    return [fill_template(name, subject, *SECTIONS[name](subject)) for name in chosen]
 
 
 def fill_template(
-    name: str, data: dict[str, Any], elements: Mapping[str, Element], **values: object
+    name: str,
+    subject: Subject,
+    data: dict[str, Any],
+    elements: Mapping[str, Element],
+    values: Mapping[str, Any],
 ) -> Section:
-    """Return a section from its template: a title, then paragraphs and `[element]` references.
+    """Return a section from its template: a title, then paragraphs and elements as `[key] caption`.
 
-    The template reads the section's data and further values.
+    The template reads the subject, the section's data and further values.
     """
-    text = templates.get_template(f"{name}.txt").render(data | values)
+    text = templates.get_template(f"{name}.txt").render(
+        {**data, **values, "subject": subject, "quoted": quoted}
+    )
     title, *paragraphs = (part.strip() for part in text.split("\n\n") if part.strip())
-    by_reference = {f"[{key}]": element for key, element in elements.items()}
-    parts = [by_reference.get(paragraph, paragraph) for paragraph in paragraphs]
-    return Section(name, title.removeprefix("# "), parts, data)
+
+    def part(paragraph: str) -> str | Element:
+        key, _, caption = paragraph.removeprefix("[").partition("] ")
+        return replace(elements[key], caption=caption) if key in elements else paragraph
+
+    return Section(name, title.removeprefix("# "), [*map(part, paragraphs)], data)
 
 
 def average_by_loop(x: Tensor) -> Tensor:
@@ -188,7 +203,7 @@ def average_by_softmax(x: Tensor) -> Tensor:
     return output
 
 
-def explain_averaging(subject: Subject) -> Section:
+def explain_averaging(subject: Subject) -> Content:
     """Average the past in three equivalent ways."""
     characters = subject.characters
     distinct = sorted(set(characters))
@@ -204,42 +219,33 @@ def explain_averaging(subject: Subject) -> Section:
         for name, average in (("matrix", average_by_matrix), ("softmax", average_by_softmax))
     }
     means = average_by_matrix(one_hot)[0]  # (T, kinds)
-    caption = "mean of each position and all earlier ones"
-    return fill_template(
-        "averaging",
-        {"largest_difference": gaps, "notebook_means": average_by_loop(notebook)[0, :3].tolist()},
-        {"means": value_table(caption, ["after", *distinct], characters, means)},
-        shown=len(characters),
-        line=quoted(subject.line),
-        is_trained=subject.run is not None,
-    )
+    table = value_table(["after", *distinct], characters, means)
+    first_means = average_by_loop(notebook)[0, :3].tolist()
+    return {"largest_difference": gaps, "notebook_means": first_means}, {"means": table}, {}
 
 
-def explain_queries(subject: Subject) -> Section:
+def explain_queries(subject: Subject) -> Content:
     """Show queries, keys, values and the scores between them."""
     q, k, v = subject.first_head()  # (T, D) each
     size, scaled = q.size(-1), subject.model.config.scale_attn_weights
     scores = attention_scores(q, k, scaled=scaled)  # (T, T)
     characters = subject.characters
-    rotated = " after the rotary embedding" if isinstance(subject.model, GPT) else ""
-    caption = f"queries and keys{rotated}, and values"
-    vectors = vector_table(caption, characters, query=q, key=k, value=v)
     best = scores.masked_fill(~causal_mask(len(q), len(q)), -math.inf).argmax(dim=-1).tolist()
-    caption = "scores: a row per query, a column per key"
-    table = value_table(caption, ["", *characters], characters, scores, "{:+.2f}")
-    return fill_template(
-        "queries",
-        {"head_size": size, "scores": scores.tolist(), "line": subject.line},
-        {"vectors": vectors, "scores": table},
-        scaled=scaled,
-        root=math.sqrt(size),
-        is_trained=subject.run is not None,
-        has_init=subject.has_previous_token_init,
-        best=[(i + 1, characters[i], j + 1, characters[j]) for i, j in enumerate(best)][-3:],
-    )
+    data = {"head_size": size, "scores": scores.tolist(), "line": subject.line}
+    elements: dict[str, Element] = {
+        "vectors": vector_table(characters, query=q, key=k, value=v),
+        "scores": value_table(["", *characters], characters, scores, "{:+.2f}"),
+    }
+    values = {
+        "scaled": scaled,
+        "root": math.sqrt(size),
+        "is_rotated": isinstance(subject.model, GPT),
+        "best": [(i + 1, characters[i], j + 1, characters[j]) for i, j in enumerate(best)][-3:],
+    }
+    return data, elements, values
 
 
-def explain_mask(subject: Subject) -> Section:
+def explain_mask(subject: Subject) -> Content:
     """Show the weights under the causal mask, the outputs, and what the future would get."""
     q, k, v = subject.first_head()
     scaled = subject.model.config.scale_attn_weights
@@ -247,29 +253,26 @@ def explain_mask(subject: Subject) -> Section:
     _, unmasked = explicit_attention(q, k, v, causal=False, scaled=scaled)
     future = float(unmasked.triu(1).sum() / max(1, len(weights) - 1))  # the last row has no future
     characters = subject.characters
-    caption = "values and outputs, the first components"
-    vectors = vector_table(caption, characters, value=v, output=outputs)
-    caption = "weights: a row per query, a column per key"
-    table = value_table(caption, ["", *characters], characters, weights)
+    elements: dict[str, Element] = {
+        "weights": value_table(["", *characters], characters, weights),
+        "outputs": vector_table(characters, value=v, output=outputs),
+    }
     last = " + ".join(f"{weight:.2f} v{j}" for j, weight in enumerate(weights[-1].tolist(), 1))
     data = {"weights": weights.tolist(), "outputs": outputs.tolist(), "future_without_mask": future}
-    return fill_template("mask", data, {"weights": table, "outputs": vectors}, last=last)
+    return data, elements, {"last": last}
 
 
-def explain_scaling(subject: Subject) -> Section:
+def explain_scaling(subject: Subject) -> Content:
     """Measure the variance of scores and the saturation of the softmax by head size."""
     measured = {size: score_statistics(size) for size in HEAD_SIZES}
     q, k, _ = subject.first_head(None)
     own = [float(attention_scores(q, k, scaled=s).var(correction=0)) for s in (False, True)]
+    forms = {"variance": ".2f", "variance_scaled": ".2f"}
+    forms |= {"largest_weight": ".1%", "largest_weight_scaled": ".1%"}
     rows = [
-        [
-            str(size),
-            *(f"{each[name]:.2f}" for name in ("variance", "variance_scaled")),
-            *(f"{each[name]:.1%}" for name in ("largest_weight", "largest_weight_scaled")),
-        ]
+        [str(size), *(format(each[name], form) for name, form in forms.items())]
         for size, each in measured.items()
     ]
-    caption = "variance of the scores and mean of each row's largest weight, by head size D"
     columns = ["D", "variance", "scaled", "largest weight", "weight, scaled"]
     data = {
         "by_head_size": measured,
@@ -277,20 +280,13 @@ def explain_scaling(subject: Subject) -> Section:
         "own_variance": own[0],
         "own_variance_scaled": own[1],
     }
-    return fill_template(
-        "scaling",
-        data,
-        {"variances": Table(caption, columns, rows)},
-        inputs=SCORES,
-        size=q.size(-1),
-        qk_norm=isinstance(subject.model, GPT) and subject.model.config.qk_norm,
-    )
+    return data, {"variances": Table(columns, rows)}, {"inputs": SCORES, "size": q.size(-1)}
 
 
-def explain_attention(subject: Subject) -> Section:
+def explain_attention(subject: Subject) -> Content:
     """Show the attention weights of a trained model's heads."""
     if subject.run is None:
-        return fill_template("attention", {}, {}, heads=[])
+        return {}, {}, {"heads": []}
     layers = attention_maps(subject.model, subject.ids)
     heads = describe_layers(layers)
     data: dict[str, Any] = {"line": subject.line, "heads": heads, "untrained_heads": []}
@@ -304,12 +300,10 @@ def explain_attention(subject: Subject) -> Section:
         for layer, weights in enumerate(layers, 1)
         for head in range(1, len(weights) + 1)
     ]
-    caption = "a row per query, a column per key; the stronger the colour, the larger the weight"
-    maps = AttentionMaps(caption, subject.line, np.concatenate(layers), titles)
-    return fill_template("attention", data, {"maps": maps}, line=quoted(subject.line))
+    return data, {"maps": AttentionMaps(subject.line, np.concatenate(layers), titles)}, {}
 
 
-SECTIONS: dict[str, Callable[[Subject], Section]] = {
+SECTIONS: dict[str, Callable[[Subject], Content]] = {
     "averaging": explain_averaging,
     "queries": explain_queries,
     "mask": explain_mask,
@@ -352,19 +346,70 @@ def notebook_scaling() -> dict[str, list[float]]:
     }
 
 
-def vector_table(caption: str, characters: list[str], **vectors: Tensor) -> Table:
+def vector_table(characters: list[str], **vectors: Tensor) -> Table:
     """Return vectors, (T, D) each, as a table of their first three components by character."""
     columns = (
         [" ".join(f"{value:+.2f}" for value in vector[:3]) for vector in each.tolist()]
         for each in vectors.values()
     )
-    rows = zip(characters, *columns, strict=True)
-    return Table(caption, ["character", *vectors], [*rows])
+    return Table(["character", *vectors], [*zip(characters, *columns, strict=True)])
 
 
 def value_table(
-    caption: str, columns: list[str], characters: list[str], values: Tensor, form: str = "{:.2f}"
+    columns: list[str], characters: list[str], values: Tensor, form: str = "{:.2f}"
 ) -> Table:
     """Return a matrix as a table with a character before each row."""
     pairs = zip(characters, values.tolist(), strict=True)
-    return Table(caption, columns, [[name, *map(form.format, row)] for name, row in pairs])
+    return Table(columns, [[name, *map(form.format, row)] for name, row in pairs])
+
+
+def typical_line(tokenizer: CharTokenizer, tokens: Tokens, max_length: int) -> Tokens:
+    """Return the first tokens of the first whole line that is not short, unindented and varied.
+
+    Without one, the tokens are those of the text's start. Each is a character: byte tokens are left
+    out of the start, and no line has them. The line before the first line end may be cut.
+    """
+    text = tokenizer.decode(tokens[:SEARCHED])
+    known = {*tokenizer.characters, *("" if tokenizer.has_bytes else REPLACEMENT)}
+    lines = (line.lstrip(" \t")[:max_length] for line in text.split("\n")[1:-1])
+    typical = (
+        line
+        for line in lines
+        if len(line) >= max(1, max_length // 2)
+        and len(set(line)) > MIN_VARIETY * len(line)
+        and known.issuperset(line)
+    )
+    start = "".join(filter(known.__contains__, text))[:max_length]
+    return tokenizer.encode(next(typical, start), unknown="replace")
+
+
+def attention_maps(model: GPT | GPT2, line: Tokens) -> list[Weights]:
+    """Return the attention weights of the first layers and heads on (T,) tokens: (H, T, T) each."""
+    model.eval()
+    tokens = torch.from_numpy(line.astype(np.int64))[None].to(model.device)  # (1, T)
+    layers = model.attention_weights(tokens)[:MAX_MAPS]
+    return [layer[0, :MAX_MAPS].float().cpu().numpy() for layer in layers]
+
+
+def describe_heads(weights: Weights) -> list[str]:
+    """Return a sentence per head of (H, T, T): the distance that it attends to most, on average."""
+    positions = np.arange(weights.shape[-1])
+    distance = positions[:, None] - positions[None]
+    considered = positions[: max(1, 3 * len(positions) // 4)]  # few rows have larger distances
+    sentences = []
+    for number, head in enumerate(weights, 1):
+        fractions = [float(head[distance == d].mean()) for d in considered]
+        best = int(np.argmax(fractions))
+        names = {0: "its own position", 1: "the previous character"}
+        target = names.get(best, f"{best} characters back")
+        verb = "attends to" if fractions[best] >= 0.5 else "is spread out, most on"
+        sentences.append(f"head {number} {verb} {target} ({fractions[best]:.0%})")
+    return sentences
+
+
+def describe_layers(layers: Sequence[Weights]) -> list[str]:
+    """Return a sentence per layer: the distance that each head attends to most."""
+    return [
+        f"layer {layer}: {'; '.join(describe_heads(weights))}"
+        for layer, weights in enumerate(layers, 1)
+    ]

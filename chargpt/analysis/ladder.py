@@ -8,6 +8,7 @@ training text.
 
 import bz2
 import gzip
+import itertools
 import lzma
 import math
 import shutil
@@ -74,17 +75,12 @@ class RungResult:
     parameters: int
     seconds: float  # mean training time
     sample: str
-    below: list[float] | None  # losses of the rung below, seed by seed; None of the lowest
+    gain: Estimate | None  # mean reduction of the loss over the rung below; None of the lowest
 
     @property
     def loss(self) -> Estimate:
         """Mean loss."""
         return Estimate.from_values(self.nats)
-
-    @property
-    def gain(self) -> Estimate | None:
-        """Mean reduction of the loss over the rung below; None of the lowest."""
-        return None if self.below is None else paired_gain(self.below, self.nats)
 
 
 def paired_gain(reference: list[float], nats: list[float]) -> Estimate:
@@ -203,15 +199,12 @@ def run_ladder(
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
     """
-    assert 1 <= n_seeds <= len(T_QUANTILES) + 1
     rungs, seeds = ladder_rungs(config), range(config.seed, config.seed + n_seeds)
     corpus.require_blocks(config.model.block_size)
-    for number in range(1, len(rungs) + 1):
-        for seed in seeds:
-            RunFolder(folder / f"{number}-{seed}").require_unused()
+    for number, seed in itertools.product(range(1, len(rungs) + 1), seeds):
+        RunFolder(folder / f"{number}-{seed}").require_unused()
     baselines = Baselines(corpus)
     ladder = Ladder(corpus.name, ngram_losses(corpus, baselines), compressed_losses(corpus))
-    below: list[float] | None = None
     for number, rung in enumerate(rungs, 1):
         nats, seconds = [], []
         for seed in seeds:
@@ -226,8 +219,8 @@ def run_ladder(
             if seed == config.seed:
                 text = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
         parameters, ladder.characters = run.model.num_parameters(), evaluation.characters
-        ladder.results.append(RungResult(rung, nats, parameters, mean(seconds), text, below))
-        below = nats
+        gain = paired_gain(ladder.results[-1].nats, nats) if ladder.results else None
+        ladder.results.append(RungResult(rung, nats, parameters, mean(seconds), text, gain))
     return ladder
 
 

@@ -141,8 +141,7 @@ def _documents_in(
     tokens: Tokens, tokenizer: CharTokenizer, wanted: AbstractSet[str], separator: str
 ) -> set[str]:
     found: set[str] = set()
-    rest = ""
-    start = 0
+    rest, start = "", 0
     while wanted and start < len(tokens):
         end = start + CHUNK
         while end < len(tokens) and tokens[end] >= tokenizer.first_continuation_id:
@@ -179,9 +178,8 @@ def measure_overlap(
         else:
             n_counted += tokenizer.count_characters(val[start:end])
             last = end
-    copied, known = set[str](), set[str]()
-    if tokenizer.eos_token:
-        copied, known = find_documents(corpus, {*documents}, tokenizer.eos_token)
+    wanted = {*documents} if tokenizer.eos_token else set()
+    copied, known = find_documents(corpus, wanted, tokenizer.eos_token)
     return OverlapReport(found[: len(generated)], compared, n_counted, copied, known)
 
 
@@ -213,25 +211,20 @@ def _validation_parts(
 def _in_characters(overlap: Overlap, tokens: Tokens, tokenizer: CharTokenizer) -> Overlap:
     """Return an overlap of tokens (M,) in whole characters, with disjoint matches that count."""
     edges = np.append(np.flatnonzero(tokens < tokenizer.first_continuation_id), len(tokens))
-
-    def in_characters(start: int, end: int) -> VerbatimMatch:
-        first = int(np.searchsorted(edges, start))
-        last = int(np.searchsorted(edges, end, side="right")) - 1
-        text = tokenizer.decode(tokens[edges[first] : edges[last]])
-        return VerbatimMatch(first, last - first, text)
-
-    found = [in_characters(start, end) for start, end in overlap.spans]
-    is_free = np.ones(len(tokens), dtype=bool)
+    starts, ends = np.reshape(overlap.spans, (-1, 2)).T
+    firsts = np.searchsorted(edges, starts)
+    lasts = np.searchsorted(edges, ends, side="right") - 1
+    is_free = np.ones(len(edges), dtype=bool)
     matches = []
-    for match in sorted(found, key=lambda match: -match.length):
-        free = np.flatnonzero(is_free[match.start : match.start + match.length]).tolist()
+    for index in np.argsort(firsts - lasts, kind="stable"):  # the longest first
+        free = np.arange(firsts[index], lasts[index])
+        free = free[is_free[free]]
         # what overlaps is longer and covers an end of the match: the rest is one part
-        start, end = (free[0], free[-1] + 1) if free else (0, 0)
-        rest = VerbatimMatch(match.start + start, end - start, match.text[start:end])
-        n_visible = sum(not character.isspace() for character in rest.text)
-        if rest.length >= MIN_MATCH and n_visible >= MIN_VISIBLE:
-            is_free[rest.start : rest.start + rest.length] = False
-            matches.append(rest)
+        text = tokenizer.decode(tokens[edges[free[0]] : edges[free[-1] + 1]]) if free.size else ""
+        n_visible = sum(not character.isspace() for character in text)
+        if len(text) >= MIN_MATCH and n_visible >= MIN_VISIBLE:
+            is_free[free] = False
+            matches.append(VerbatimMatch(int(free[0]), len(text), text))
     return replace(overlap, matches=sorted(matches, key=lambda match: -match.length))
 
 
@@ -353,9 +346,7 @@ def _matches(training: Tokens, text: Tokens, tables: list[_NGramTable]) -> list[
 def _common_length(first: Tokens, second: Tokens) -> int:
     """Return how many tokens two texts have in common from their start on."""
     count = min(len(first), len(second))
-    differs = first[:count] != second[:count]
-    index = int(differs.argmax()) if count else 0
-    return index if count and differs[index] else count
+    return int(np.append(first[:count] != second[:count], True).argmax())
 
 
 def _powers(base: int, count: int) -> Hashes:

@@ -6,23 +6,24 @@ Shapes in this file: H = heads, T = characters.
 import itertools
 import math
 import re
+import unicodedata
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 from markupsafe import Markup
 
-from chargpt.analysis.fonts import DEFAULT, set_fallback_fonts
 from chargpt.errors import ConfigError
 from chargpt.files import write_output
 from chargpt.log import logger
 from chargpt.text.display import display_text, graphemes
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -33,10 +34,9 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 GREY, PALE = "#6b7280", "#c9ced6"
 MAX_POINTS = 40  # of a smoothed curve
-MAX_NAMED = 5  # characters that no font has
 MAX_MARKED = 20  # points of a curve that are marked
 LABEL_HEIGHT = 12  # points, of a baseline's label
-SUFFIXES = (".svg", ".png")
+DEFAULT_FONT = "DejaVu Sans"  # which matplotlib brings
 
 
 def require_suffix(path: Path) -> None:
@@ -45,27 +45,25 @@ def require_suffix(path: Path) -> None:
     Raises:
         ConfigError: it does not.
     """
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in (".svg", ".png"):
         raise ConfigError(f"{path} must end in .svg or .png; rename it")
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a figure to a file; log which characters of a PNG no installed font has.
+    """Write a figure to an .svg or .png file; log which characters of a PNG no installed font has.
 
     Raises:
-        ConfigError: the suffix is neither .svg nor .png, or the file cannot be written.
+        ConfigError: the file cannot be written.
     """
-    require_suffix(path)
     is_png = path.suffix == ".png"
     missing = set_fallback_fonts(figure) if is_png else ""
     metadata = {"Software": "chargpt"} if is_png else {"Date": None, "Title": "chargpt"}
     write_output(path, _rendered(figure, format=path.suffix[1:], dpi=130, metadata=metadata))
     if missing:
-        others = len(missing) - MAX_NAMED
-        named = " ".join(missing[:MAX_NAMED]) + (f" and {others} more" if others > 0 else "")
         logger.warning(
-            f"{path}: no installed font has {named}, so boxes stand for them; install one, such as "
-            "Google's Noto font of that script, or name an .svg file, whose viewer brings fonts"
+            f"{path}: no installed font has {' '.join(missing)}, so boxes stand for them; install "
+            "one, such as Google's Noto font of that script, or name an .svg file, whose viewer "
+            "brings fonts"
         )
 
 
@@ -108,10 +106,11 @@ def loss_curves(
     """
     figure, (axes,) = _axes(width, 4.5)
     for (name, points), colour in zip(curves.items(), itertools.cycle(COLOURS), strict=False):
-        steps, nats = zip(*points, strict=True) if points else ((), ())
         marker = "o" if len(points) <= MAX_MARKED else ""
-        label = plain(name) + (f": {nats[-1]:.3f}" if nats else "")
-        axes.plot(steps, nats, color=colour, linewidth=2, label=label, marker=marker)
+        label = plain(name) + (f": {points[-1][1]:.3f}" if points else "")
+        axes.plot(
+            *np.reshape(points, (-1, 2)).T, color=colour, linewidth=2, label=label, marker=marker
+        )
     for level in lines.values():
         axes.axhline(level, color=GREY, linewidth=1, linestyle="--")
     axes.set(xlabel="step", ylabel="loss (nats per character)", title=plain(title))
@@ -159,7 +158,7 @@ def optimization_curves(records: Sequence[Mapping[str, Any]], characters: float)
     }
     figure, all_axes = _axes(5.5, 5.5, len(parts))
     for axes, colour, (name, points) in zip(all_axes, COLOURS, parts.items(), strict=False):
-        axes.plot(*(zip(*points, strict=True) if points else ((), ())), color=colour)
+        axes.plot(*np.reshape(points, (-1, 2)).T, color=colour)
         axes.set_title(name, fontsize=9, loc="left")
         axes.tick_params(labelsize=8)
         axes.set_ylim(bottom=0)
@@ -189,7 +188,7 @@ def calibration(groups: "Sequence[Group]") -> "Figure":
     return figure
 
 
-def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[str]) -> "Figure":
+def attention(weights: npt.NDArray[np.float32], text: str, titles: Sequence[str]) -> "Figure":
     """Draw the attention weights of heads, a square each, labelled with the characters.
 
     Args:
@@ -221,16 +220,6 @@ def attention(weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[st
             axes.text(place, -0.7, label, fontsize=7, ha="center", va="bottom")
             axes.text(-0.8, place, label, fontsize=7, ha="right", va="center")
     return figure
-
-
-def inline_heads(
-    weights: "npt.NDArray[np.float32]", text: str, titles: Sequence[str], name: str
-) -> list[Markup]:
-    """Return the attention weights of heads as SVG for a page, one each, which a page can wrap."""
-    return [
-        inline(attention(weights[i : i + 1], text, [title]), f"{name}-{i + 1}")
-        for i, title in enumerate(titles)
-    ]
 
 
 def plain(name: str) -> str:
@@ -283,7 +272,7 @@ def _rendered(figure: "Figure", salt: str = "chargpt", **options: Any) -> bytes:
     settings: Any = {
         "svg.hashsalt": salt,
         "svg.fonttype": "none",
-        "font.sans-serif": [DEFAULT],  # SVG would otherwise list a dozen fonts per text
+        "font.sans-serif": [DEFAULT_FONT],  # SVG would otherwise list a dozen fonts per text
     }
     content = BytesIO()
     with rc_context(settings), warnings.catch_warnings():
@@ -291,3 +280,62 @@ def _rendered(figure: "Figure", salt: str = "chargpt", **options: Any) -> bytes:
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure.savefig(content, **options)
     return content.getvalue()
+
+
+def set_fallback_fonts(figure: "Figure") -> str:
+    """Give the texts of a figure installed fonts that have the characters the default font lacks.
+
+    Matplotlib takes each character from the first family of a list that has it. Only families that
+    are needed are listed, since it opens all of them.
+
+    Returns:
+        The characters that no installed font has, sorted.
+    """
+    from matplotlib.font_manager import findfont
+    from matplotlib.text import Text
+
+    texts = [text for text in figure.findobj(Text) if isinstance(text, Text)]
+    drawn = {
+        character
+        for character in "".join(text.get_text() for text in texts)
+        if unicodedata.category(character) not in ("Cf", "Cc")
+        and not "\ufe00" <= character <= "\ufe0f"  # variation selectors
+    }
+    missing = drawn - characters_of_font(findfont(DEFAULT_FONT), drawn)
+    if missing:
+        families, missing = choose_fonts(missing)
+        for text in texts:
+            text.set_fontfamily([DEFAULT_FONT, *families])
+    return "".join(sorted(missing))
+
+
+def choose_fonts(characters: set[str]) -> tuple[list[str], set[str]]:
+    """Return families that have the characters, few if possible, and the characters none has."""
+    from matplotlib.font_manager import findSystemFonts, fontManager
+
+    for path in {*findSystemFonts()} - {font.fname for font in fontManager.ttflist}:
+        # installed since matplotlib listed them; damaged ones have many kinds of errors
+        with suppress(Exception):
+            fontManager.addfont(path)
+    # the regular font of each family, the last one here
+    fonts = sorted(fontManager.ttflist, key=lambda f: (f.style == "normal", f.weight == 400))
+    paths = {font.name: font.fname for font in fonts}
+    found = {name: characters_of_font(path, characters) for name, path in paths.items()}
+    families = []
+    for name in sorted(found, key=lambda name: len(found[name]), reverse=True):
+        is_placeholder = "lastresort" in name.replace(" ", "").lower()
+        if found[name] & characters and not is_placeholder:
+            families.append(name)
+            characters = characters - found[name]
+    return families, characters
+
+
+def characters_of_font(path: str, characters: set[str]) -> set[str]:
+    """Return those of the characters that a font file has; none if it cannot be read."""
+    from matplotlib.ft2font import FT2Font
+
+    try:
+        font = FT2Font(path)
+    except (OSError, RuntimeError):  # removed since matplotlib listed it, or damaged
+        return set()
+    return {c for c in characters if font.get_char_index(ord(c))}

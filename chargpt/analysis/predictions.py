@@ -77,16 +77,9 @@ def predict(model: LanguageModel, tokens: Tokens, max_tokens: int) -> Prediction
         nll = -log_probs.gather(2, targets[..., None]).squeeze(2)
         lengths = torch.arange(1, targets.size(1) + 1).expand(targets.shape)
         columns.append((targets, lengths, nll, best.exp(), predicted == targets))
-    targets, lengths, nll, confidence, correct = (
-        torch.cat([x.flatten() for x in parts]).cpu() for parts in zip(*columns, strict=True)
-    )
-    return Predictions(
-        targets.numpy(),
-        lengths.numpy(),
-        nll.double().numpy(),  # on the CPU: not every device has float64
-        confidence.double().numpy(),
-        correct.numpy(),
-    )
+    joined = (torch.cat([x.flatten() for x in parts]).cpu() for parts in zip(*columns, strict=True))
+    # on the CPU: not every device has float64
+    return Predictions(*((x.double() if x.is_floating_point() else x).numpy() for x in joined))
 
 
 def by_context(predictions: Predictions) -> list[Group]:

@@ -4,16 +4,23 @@ Losses and predictions are those of one checkpoint, computed when the page is wr
 curves and samples are from the run's metrics. The prose is in `pages/report.html`.
 """
 
+import itertools
 import math
 import platform
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from chargpt import __version__
 from chargpt.analysis import memorization, plots, predictions
-from chargpt.analysis.attention_maps import MAX_LINE, attention_maps, describe_layers, typical_line
+from chargpt.analysis.explain import (
+    MAX_LINE,
+    AttentionMaps,
+    attention_maps,
+    describe_layers,
+    typical_line,
+)
 from chargpt.analysis.page import render
 from chargpt.analysis.result import MIXTURE_LABEL, RunScores, evaluate_run, summarize
 from chargpt.files import write_output
@@ -162,13 +169,10 @@ def attention(run: Run, corpus: Corpus) -> Values:
     max_length = min(MAX_LINE, run.model.block_size)
     line = typical_line(run.tokenizer, corpus.split("val"), max_length)
     text, layers = run.tokenizer.decode(line), attention_maps(run.model, line)
-    maps = []
-    for number, (weights, caption) in enumerate(
-        zip(layers, describe_layers(layers), strict=True), 1
-    ):
+    maps: list[AttentionMaps] = []
+    for caption, weights in zip(describe_layers(layers), layers, strict=True):
         titles = [f"head {head}" for head in range(1, len(weights) + 1)]
-        svgs = plots.inline_heads(weights, text, titles, f"layer{number}")
-        maps.append((caption, svgs, f"layer {number}"))
+        maps.append(AttentionMaps(text, weights, titles, caption, f"layer{len(maps) + 1}"))
     return {"maps": maps}
 
 
@@ -188,7 +192,7 @@ def overlap(run: Run, corpus: Corpus) -> Values:
     parts = []
     for text, each in zip(texts, found.texts, strict=True):
         spans = [(0, len(text))] if text in found.copied else whole_graphemes(text, each.spans)
-        parts.append(list(split_at(text, spans)))
+        parts.append(split_at(text, spans))
     boxes = [[each] for each in parts]
     if eos_token:
         ends = [end_sign(len(text), SAMPLE_LENGTH, eos_token) for text in texts]
@@ -212,14 +216,11 @@ def overlap(run: Run, corpus: Corpus) -> Values:
     }
 
 
-def split_at(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a text in order, each with whether it is a verbatim match."""
-    end = 0
-    for start, stop in spans:
-        yield text[end:start], False
-        yield text[start:stop], True
-        end = stop
-    yield text[end:], False
+def split_at(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[str, bool]]:
+    """Return the parts of a text in order, each with whether it is a verbatim match."""
+    edges = [0, *itertools.chain.from_iterable(spans), len(text)]
+    parts = enumerate(itertools.pairwise(edges))
+    return [(text[start:end], number % 2 == 1) for number, (start, end) in parts]
 
 
 def reproduction(run: Run) -> Values:

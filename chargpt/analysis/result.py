@@ -3,9 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from chargpt.errors import NOT_FINITE, OperationError
 from chargpt.inference.baselines import NGRAM, Baselines
@@ -28,12 +27,9 @@ MIN_GENERALISED = 0.4
 MAX_EXPLAINED_RATIO = 5
 
 
-class GapReason(Enum):
-    """Why the generalisation gap is large."""
-
-    UNLIKE_SPLITS = auto()  # by their character frequencies, or as no character was seen twice
-    LEARNING = auto()  # the validation loss is still falling with the training loss
-    OVER_FITTING = auto()
+# Why the generalisation gap is large: the splits differ by their character frequencies, or as no
+# character was seen twice; or the validation loss is still falling with the training loss
+GapReason = Literal["unlike splits", "learning", "over-fitting"]
 
 
 @dataclass(frozen=True)
@@ -94,14 +90,14 @@ class RunScores:
         if not is_trained or self.generalisation_gap <= max(MIN_GAP, self.gap_error):
             return None
         if self.epochs < 1 or self.splits_explain_gap:
-            return GapReason.UNLIKE_SPLITS
+            return "unlike splits"
         val, train = changes_in_second_half(records) or (0.0, 0.0)
         is_learning = val < 0 and val <= MIN_GENERALISED * train
-        return GapReason.LEARNING if is_learning else GapReason.OVER_FITTING
+        return "learning" if is_learning else "over-fitting"
 
     def over_fits(self, records: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether the gap is that of a model which memorises; `records`: the metrics."""
-        return self.gap_reason(records) is GapReason.OVER_FITTING
+        return self.gap_reason(records) == "over-fitting"
 
     def rows(self, kind: str) -> list[list[str]]:
         """Return the rows of the results table: model, split, nats, bits and perplexity."""
@@ -225,11 +221,20 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     curve, best = validation_curve(records), run.state.best_nats_per_char
     last = curve[-1][1] if curve else val.nats_per_char
     if has_diverged(last, scores, records):
-        sentences.append(describe_divergence(run, scores, last))
+        sentences.append(
+            f"The training diverged: its losses, last {last:.3f} nats, are above the "
+            f"{scores.baseline_losses['uniform']:.3f} of an untrained model. Train again with "
+            f"lower learning rates, such as {run.config.optim.lower_rates()}."
+        )
     elif curve and best is not None and last > best + MIN_RISE:
-        sentences.append(describe_rise(run, scores, best, last))
+        rise = (
+            f"validation loss was lowest at step {run.state.best_step or 0:,} ({best:.3f} nats) "
+            f"and rose to {last:.3f} nats."
+        )
+        over_fits = f"It over-fits: the {rise} More text, model.dropout or fewer steps may help."
+        sentences.append(f"The {rise}" if scores.splits_explain_gap else over_fits)
     elif (reason := scores.gap_reason(records)) is not None:
-        sentences.append(describe_gap(reason, run, scores, records))
+        sentences.append(describe_gap(reason, scores, records))
     patience = run.config.train.patience
     n_worse = sum(step > (run.state.best_step or 0) for step, _ in curve)
     if patience is not None and n_worse >= patience:
@@ -244,53 +249,19 @@ def has_diverged(last: float, scores: RunScores, records: Sequence[Mapping[str, 
     return last > uniform + MIN_RISE and bool(training) and fmean(training) > uniform
 
 
-def describe_divergence(run: Run, scores: RunScores, last: float) -> str:
-    """Return a sentence on a training that diverged; `last` is its last validation loss."""
-    step = run.state.best_step
-    used = f"step {step:,} is the best" if step else "no checkpoint is better than it"
-    return (
-        f"The training diverged: its losses, last {last:.3f} nats, are above the "
-        f"{scores.baseline_losses['uniform']:.3f} of an untrained model; {used}. Train again with "
-        f"lower learning rates, such as {run.config.optim.lower_rates()}."
-    )
-
-
-def describe_rise(run: Run, scores: RunScores, best: float, last: float) -> str:
-    """Return a sentence on a validation loss that rose from the best one to the last, in nats."""
-    step = run.state.best_step
-    lowest = f"at step {step:,}" if step else "before training"
-    used = "; that checkpoint is used" if run.step == step else ""
-    rise = f"validation loss was lowest {lowest} ({best:.3f} nats) and rose to {last:.3f} nats"
-    if scores.splits_explain_gap:
-        return f"The {rise}{used}."
-    return f"It over-fits: the {rise}{used}. More text, model.dropout or fewer steps may help."
-
-
-def describe_gap(
-    reason: GapReason, run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]
-) -> str:
+def describe_gap(reason: GapReason, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> str:
     """Return a sentence on a large generalisation gap and its reason."""
     gap = (
-        "generalisation gap (validation minus training loss) is "
-        f"{scores.generalisation_gap:.2f} ± {scores.gap_error:.2f} nats"
+        f"After {scores.epochs:.1f} epochs the generalisation gap (validation minus training loss) "
+        f"is {scores.generalisation_gap:.2f} ± {scores.gap_error:.2f} nats"
     )
-    changes = ""
+    if reason == "unlike splits":
+        return f"{gap}: the validation split is harder to predict than the training split."
     if (found := changes_in_second_half(records)) is not None:
-        changes = (
+        gap += (
             "; in the second half of the steps the validation loss changed by {:+.2f} nats, the "
             "training loss by {:+.2f}".format(*found)
         )
-    if reason is GapReason.UNLIKE_SPLITS:
-        after = f"After {scores.epochs:.1f} epochs the" if scores.epochs < 1 else "The"
-        remedy, name = "", run.state.text_name
-        if (name.endswith("/") or "*" in name) and run.config.text.documents is None:
-            remedy = " -s text.documents=files shuffles the files and splits between them."
-        return (
-            f"{after} {gap}: the validation split is harder to predict than the training split."
-            f"{remedy}"
-        )
-    if reason is GapReason.LEARNING:
-        but = ", not always its mixture" if scores.mixture else ""
-        return f"The {gap}{changes}: more steps may help the gpt{but}."
-    remedy = "more text" if run.config.model.dropout else "more text or model.dropout"
-    return f"It over-fits: the {gap}{changes}: {remedy} may help."
+    if reason == "learning":
+        return f"{gap}: more steps may help the gpt."
+    return f"{gap}: it over-fits; more text or a higher model.dropout may help."
