@@ -18,7 +18,6 @@ Shapes in this file: N = tokens of the training text, V = vocabulary size, G = d
 order k, P = those of order k - 1, B = batch, T = tokens.
 """
 
-from collections.abc import Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -26,10 +25,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from chargpt.config import MAX_BLOCK_SIZE
 from chargpt.models.base import KVCache, LanguageModel
 from chargpt.text.tokenizer import Ints, Tokens
 
 NGRAM_ORDER = 6  # higher orders gain nothing on texts of a million characters
+NGRAM = f"{NGRAM_ORDER}-gram"
 MAX_TOKENS = 4_000_000  # counted tokens: a second of work
 MAX_TABLE_ENTRIES = 50_000_000  # of the table of contexts: 200 MB
 UNSEEN = -1  # id of an n-gram that the training text does not contain
@@ -38,17 +39,23 @@ UNSEEN = -1  # id of an n-gram that the training text does not contain
 class NGramLM(LanguageModel):
     """Interpolated n-gram model; `fit` estimates it from a text."""
 
-    table: Tensor | None  # (contexts, V): probabilities of the first `n_tabulated` orders
-    n_tabulated = 0
+    table: Tensor  # (contexts, V): probabilities of the first `n_tabulated` orders
+    n_tabulated = 1
 
     def __init__(self, vocab_size: int, block_size: int, orders: "list[NGramOrder]") -> None:
         super().__init__(vocab_size, block_size)
         self.orders = cast("list[NGramOrder]", nn.ModuleList(orders))  # of order 1, 2, and so on
-        self.register_buffer("table", None)
+        unigram = torch.full((1, vocab_size), 1 / vocab_size)
+        orders[0].interpolate(unigram, torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("table", unigram, persistent=False)
 
     @classmethod
     def fit(
-        cls, tokens: Tokens, vocab_size: int, block_size: int, order: int = NGRAM_ORDER
+        cls,
+        tokens: Tokens,
+        vocab_size: int,
+        block_size: int = MAX_BLOCK_SIZE,
+        order: int = NGRAM_ORDER,
     ) -> "NGramLM":
         """Return the model estimated from token ids (N,).
 
@@ -98,9 +105,6 @@ class NGramLM(LanguageModel):
     def probs(self, tokens: Tensor) -> Tensor:
         """Return the probabilities (B, T, V) of the next token after each of tokens (B, T)."""
         contexts = self.contexts(tokens)
-        if self.table is None:
-            *_, probs = self.iter_probs(contexts)
-            return probs
         row, first_row = torch.zeros_like(tokens), 1
         for order, context in zip(self.orders, contexts[1 : self.n_tabulated], strict=False):
             row = torch.where(context == UNSEEN, row, context + first_row)
@@ -117,15 +121,6 @@ class NGramLM(LanguageModel):
             found.append(order.find(_previous(found[-1], k), tokens))
         return found
 
-    def iter_probs(self, contexts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield p_1, p_2, ... (B, T, V) after contexts (B, T): one tensor, changed in place."""
-        shape = contexts[0].shape
-        probs = self._unigram_probs().repeat(shape.numel(), 1)
-        yield probs.view(*shape, self.vocab_size)
-        for order, context in zip(self.orders[1:], contexts[1:], strict=True):
-            order.interpolate(probs, context.flatten())
-            yield probs.view(*shape, self.vocab_size)
-
     def build_table(self) -> None:
         """Precompute the probabilities after every seen context, of as many orders as fit.
 
@@ -134,9 +129,7 @@ class NGramLM(LanguageModel):
         """
         n_contexts = np.cumsum([1, *(len(order.codes) for order in self.orders[:-1])])
         self.n_tabulated = int((n_contexts * self.vocab_size <= MAX_TABLE_ENTRIES).sum())
-        if self.n_tabulated == 0:
-            return
-        table = [self._unigram_probs()]  # (contexts of one length, V) each
+        table = [self.table[:1]]  # (contexts of one length, V) each
         suffix = torch.zeros_like(self.orders[0].last)  # ids of contexts without their first token
         for k, order in enumerate(self.orders[1 : self.n_tabulated]):
             if k > 0:
@@ -159,13 +152,6 @@ class NGramLM(LanguageModel):
             discounted_prob = order.discounted_prob[ids.clamp(min=0)] * (ids != UNSEEN)
             prob = backoff_weight * prob + discounted_prob
         return -prob[:, 1:].log().cpu().numpy()
-
-    def _unigram_probs(self) -> Tensor:
-        """Return the probabilities (1, V) after the empty context."""
-        first = self.orders[0]
-        probs = first.discounted_prob.new_full((1, self.vocab_size), 1 / self.vocab_size)
-        first.interpolate(probs, first.codes.new_zeros(1))
-        return probs
 
     def new_cache(self, batch_size: int) -> KVCache:
         """Return a cache of token ids."""
