@@ -32,8 +32,8 @@ from chargpt.export.check import (
     logits,
 )
 from chargpt.files import write_output
-from chargpt.inference.baselines import BIGRAM_ALPHA
 from chargpt.models import GPT, build_model
+from chargpt.models.bigram import BIGRAM_ALPHA
 from chargpt.store.run import Run
 from chargpt.text.byte_fallback import TRANSITIONS
 from chargpt.text.corpus import PairCounts

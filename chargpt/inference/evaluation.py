@@ -1,4 +1,4 @@
-"""Losses of a model on a text, by three protocols.
+"""Losses of a model on a text, by three protocols, and of baselines estimated from counts.
 
 `blocks`   non-overlapping blocks: every token but the first is scored exactly once, the short
            last block included. The protocol to quote.
@@ -26,9 +26,11 @@ from torch import Tensor
 from chargpt.errors import NOT_FINITE, ConfigError, OperationError, TextError
 from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
+from chargpt.models.bigram import BIGRAM_ALPHA, bigram_log_probs
+from chargpt.models.ngram import NGRAM, NGRAM_ORDER, NGramLM
 from chargpt.store.run import Run, as_run
 from chargpt.text.batches import Batches
-from chargpt.text.corpus import Split
+from chargpt.text.corpus import Corpus, Split
 from chargpt.text.documents import mark_documents
 from chargpt.text.prepare import read_text
 from chargpt.text.source import require_text
@@ -43,6 +45,7 @@ NANOGPT_EVAL_ITERS, NANOGPT_BATCH_SIZE, NANOGPT_BLOCK = 200, 64, 256
 MAX_LOGITS_BYTES = 64_000_000  # of one forward pass
 MAX_CALL_TOKENS = 16_384  # of one forward pass
 MAX_CPU_CALL_TOKENS = 4_096  # activations of more do not fit into a CPU's caches
+UNIGRAM_ALPHA = 1.0  # pseudo-count of additive smoothing
 
 
 class Windows(NamedTuple):
@@ -441,3 +444,64 @@ def _iter_logits(
                 before, inputs = rows[:, :lookback], rows[:, lookback:-1]
                 logits = model(inputs, before=before) if lookback else model(inputs)
             yield logits[:, n_unscored:].float(), rows[:, lookback + 1 + n_unscored :]
+
+
+class Baselines:
+    """The baselines of a text, fitted to its training split.
+
+    `uniform`: ln V per token. `unigram` and `bigram`: frequencies in the training split, with 1
+    added to each character's count and 0.1 to each pair's. `6-gram`: `ngram`, by default
+    that of the last `ngram.MAX_TOKENS` tokens.
+    """
+
+    def __init__(self, corpus: Corpus, ngram: NGramLM | None = None) -> None:
+        self.tokenizer = corpus.tokenizer
+        self.token_counts = corpus.token_counts("train")  # (V,)
+        self.pair_counts = corpus.pair_counts("train")
+        self.ngram = ngram or NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size)
+
+    def losses(
+        self, tokens: Tokens, *, max_tokens: int | None = None, span: int | None = None
+    ) -> dict[str, float]:
+        """Return the loss of each baseline in nats per character, by name; see `evaluate`."""
+        found = self.evaluate(tokens, max_tokens=max_tokens, span=span)
+        return {name: loss.nats_per_char for name, loss in found.items()}
+
+    def evaluate(
+        self, tokens: Tokens, *, max_tokens: int | None = None, span: int | None = None
+    ) -> dict[str, BaselineLoss]:
+        """Return the loss of each baseline, by name.
+
+        They score the characters that `evaluate_tokens` scores with the same arguments, each with
+        all of its context. `span`, the model's block size, is also the length of the blocks whose
+        losses are added up; `max_tokens` needs it.
+        """
+        assert max_tokens is None or span is not None
+        n_inputs = len(tokens) - 1
+        starts, length = even_spans(n_inputs, span or n_inputs, max_tokens)
+        n_earlier = NGRAM_ORDER - 2  # tokens of context before each span
+        rows = gather_rows(tokens, starts - n_earlier, length + n_earlier)
+        first, second = rows[:, n_earlier:-1].ravel(), rows[:, n_earlier + 1 :].ravel()
+        counts = self.token_counts + UNIGRAM_ALPHA
+        pair_log_probs = bigram_log_probs(self.pair_counts, first, second, BIGRAM_ALPHA)
+        losses = {  # of each token
+            "uniform": np.full(second.size, math.log(len(counts))),
+            "unigram": -np.log(counts / counts.sum())[second],
+            "bigram": -pair_log_probs,
+            NGRAM: self.ngram.losses(rows)[:, n_earlier:],
+        }
+
+        def block_sums(values: Floats) -> Floats:
+            by_row = values.reshape(len(rows), length).astype(np.float64)
+            sums: Floats = np.add.reduceat(by_row, np.arange(0, length, span or length), axis=1)
+            return sums.ravel()
+
+        sizes = block_sums((second < self.tokenizer.first_continuation_id).astype(np.float64))
+        n_characters = max(1, sizes.sum())
+        return {
+            name: BaselineLoss(
+                float(each.sum(dtype=np.float64)) / n_characters,
+                np.stack((block_sums(each), sizes)),
+            )
+            for name, each in losses.items()
+        }

@@ -22,7 +22,7 @@ from chargpt.distributed import (
 )
 from chargpt.errors import OperationError, RunError, Stopped, TextError
 from chargpt.files import exists
-from chargpt.inference.baselines import Baselines
+from chargpt.inference.evaluation import Baselines
 from chargpt.ranks import world_size
 from chargpt.store.folder import Existing, RunFolder
 from chargpt.store.layout import has_checkpoint
