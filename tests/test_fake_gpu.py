@@ -26,9 +26,9 @@ from chargpt.inference import decoders
 from chargpt.inference.decoders import (
     GraphDecoder,
     ModelDecoder,
+    NumpyDecoder,
     build_decoder,
 )
-from chargpt.inference.numpy_decoder import NumpyDecoder
 from chargpt.models import GPT
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus

@@ -30,7 +30,7 @@ from chargpt.device import onednn_is_faster, require_memory
 from chargpt.errors import OperationError, TextError
 from chargpt.inference.decoders import Decoder, build_decoder
 from chargpt.inference.evaluation import OnProgress
-from chargpt.inference.sampler import max_logits
+from chargpt.inference.generation import max_logits
 from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
 from chargpt.models.mixture import Mixture
