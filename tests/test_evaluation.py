@@ -198,7 +198,11 @@ def test_mixed_precision_is_used_only_on_request():
     [
         (0, {}, "val split is shorter than 2 characters"),
         (1, {}, "val split is shorter than 2 characters"),
-        (0, {"split": "test"}, "has no test split; evaluate another"),
+        (
+            0,
+            {"split": "test"},
+            "test split is shorter.*another split .test needs training with -s",
+        ),
         (T, {"protocol": "nanogpt"}, "use the protocol blocks"),
         (50, {"protocol": "sliding", "stride": 0}, "choose 1 to 12"),
         (50, {"protocol": "sliding", "stride": T + 1}, "choose 1 to 12"),

@@ -54,7 +54,6 @@ class Windows(NamedTuple):
     starts: Ints  # (B,): index of the first input token of each
     length: int  # input tokens of each
     n_unscored: int = 0  # leading targets that are not scored
-    lookback: int = 0  # tokens before the window, for n-gram models; -1 stands for none
 
 
 @dataclass(frozen=True)
@@ -230,26 +229,24 @@ def evaluate_tokens(
     """
     assert protocol == "blocks" or max_tokens is span is None
     if len(tokens) < 2:
-        setting = {"test": "test_fraction=0.1", "mixture": "mixture_characters=20000"}.get(split)
-        if setting is not None:
-            raise TextError(
-                f"the run's text has no {split} split; evaluate another split, or train with "
-                f"-s text.{setting}"
-            )
         what = "text" if split == "all" else f"{split} split"
-        raise TextError(f"the {what} is shorter than 2 characters; give a longer text")
-    n_inputs, block_size = len(tokens) - 1, model.block_size
+        raise TextError(
+            f"the {what} is shorter than 2 characters; give a longer text, or another split (test "
+            "needs training with -s text.test_fraction=0.1, mixture with -s "
+            "text.mixture_characters=20000)"
+        )
+    n_inputs, block_size, lookback = len(tokens) - 1, model.block_size, 0
     if protocol == "blocks":
-        windows = block_windows(n_inputs, block_size, max_tokens, span, model.lookback)
+        windows = block_windows(n_inputs, block_size, max_tokens, span)
+        lookback = model.lookback
     elif protocol == "sliding":
         windows = sliding_windows(n_inputs, block_size, stride)
     else:
         block_size = min(block_size, NANOGPT_BLOCK)
         windows = nanogpt_windows(tokens, block_size, seed)
-    total = sum(len(starts) * (length - unscored) for starts, length, unscored, _ in windows)
-    with eval_mode(model):
-        batches = iter_losses(model, tokens, windows, dtype)
-        losses, sizes, n_correct, squares = _sum_by_block(batches, total, on_progress)
+    total = sum(len(starts) * (length - unscored) for starts, length, unscored in windows)
+    batches = iter_losses(model, tokens, windows, lookback, dtype)
+    losses, sizes, n_correct, squares = _sum_by_block(batches, total, on_progress)
     characters = int(sizes.sum())
     if not characters:
         raise TextError("no character begins in what is scored; give a longer text")
@@ -270,45 +267,21 @@ def evaluate_tokens(
     )
 
 
-def iter_log_probs(
-    model: LanguageModel,
-    tokens: Tokens,
-    protocol: Literal["blocks", "sliding"] = "blocks",
-    max_tokens: int | None = None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield log-probabilities (B, L, V) and targets (B, L) of one forward pass after another.
-
-    Its arguments are those of `evaluate_tokens`.
-    """
-    n_inputs, block_size = len(tokens) - 1, model.block_size
-    if protocol == "sliding":
-        windows = sliding_windows(n_inputs, block_size)
-    else:
-        windows = block_windows(n_inputs, block_size, max_tokens, lookback=model.lookback)
-    with eval_mode(model):
-        for logits, targets in _iter_logits(model, tokens, windows):
-            yield logits.log_softmax(dim=-1), targets
-
-
 def block_windows(
-    n_inputs: int,
-    block_size: int,
-    max_tokens: int | None = None,
-    span: int | None = None,
-    lookback: int = 0,
+    n_inputs: int, block_size: int, max_tokens: int | None = None, span: int | None = None
 ) -> list[Windows]:
     """Return blocks of T inputs, not overlapping, of all inputs or of those of `even_spans`.
 
-    The last block of each span may be shorter. Each has `lookback` tokens before it.
+    The last block of each span may be shorter.
     """
     starts, length = even_spans(n_inputs, span or block_size, max_tokens)
     n_blocks, rest = divmod(length, block_size)
     windows = []
     if n_blocks:
         firsts = (starts[:, None] + np.arange(n_blocks) * block_size).ravel()
-        windows.append(Windows(firsts, block_size, lookback=lookback))
+        windows.append(Windows(firsts, block_size))
     if rest:
-        windows.append(Windows(starts + n_blocks * block_size, rest, lookback=lookback))
+        windows.append(Windows(starts + n_blocks * block_size, rest))
     return windows
 
 
@@ -412,10 +385,11 @@ def iter_losses(
     model: LanguageModel,
     tokens: Tokens,
     windows: Sequence[Windows],
+    lookback: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Iterator[Floats]:
     """Yield (3, B, L) of tokens: loss in nats, is predicted, is the first of a character."""
-    for logits, targets in _iter_logits(model, tokens, windows, dtype):
+    for logits, targets in iter_logits(model, tokens, windows, lookback, dtype):
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         correct = logits.argmax(dim=-1) == targets
         is_first = targets < model.first_continuation_id
@@ -425,25 +399,30 @@ def iter_losses(
 
 
 @torch.inference_mode()
-def _iter_logits(
+def iter_logits(
     model: LanguageModel,
     tokens: Tokens,
     windows: Sequence[Windows],
+    lookback: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits (B, L, V) and targets (B, L) of one forward pass after another."""
+    """Yield logits (B, L, V) and targets (B, L) of one forward pass after another.
+
+    The model is in evaluation mode, and its mode is restored at the end. `lookback` is the number
+    of tokens before each window that n-gram models read; -1 stands for none.
+    """
     device = model.device
     max_tokens = MAX_CPU_CALL_TOKENS if device.type == "cpu" else MAX_CALL_TOKENS
-    for starts, length, n_unscored, lookback in windows:
-        n_rows = min(MAX_LOGITS_BYTES // (4 * length * model.vocab_size), max_tokens // length)
-        step = max(1, n_rows)
-        for index in range(0, len(starts), step):
-            firsts = starts[index : index + step] - lookback
-            rows = torch.from_numpy(gather_rows(tokens, firsts, lookback + length)).to(device)
-            with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-                before, inputs = rows[:, :lookback], rows[:, lookback:-1]
-                logits = model(inputs, before=before) if lookback else model(inputs)
-            yield logits[:, n_unscored:].float(), rows[:, lookback + 1 + n_unscored :]
+    with eval_mode(model):
+        for starts, length, n_unscored in windows:
+            n_rows = min(MAX_LOGITS_BYTES // (4 * length * model.vocab_size), max_tokens // length)
+            for firsts in np.split(starts, np.arange(0, len(starts), max(1, n_rows))[1:]):
+                rows = gather_rows(tokens, firsts - lookback, lookback + length)
+                batch = torch.from_numpy(rows).to(device)
+                with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
+                    before, inputs = batch[:, :lookback], batch[:, lookback:-1]
+                    logits = model(inputs, before=before) if lookback else model(inputs)
+                yield logits[:, n_unscored:].float(), batch[:, lookback + 1 + n_unscored :]
 
 
 class Baselines:
