@@ -9,7 +9,7 @@ from torch import Tensor
 
 from chargpt.config import Config, ModelConfig
 from chargpt.models import LanguageModel, build_model
-from chargpt.models.bigram import BigramLM
+from chargpt.models.ngram import BigramLM
 from chargpt.store.checkpoint import RunState
 from chargpt.store.run import Run
 from chargpt.text.corpus import PairCounts

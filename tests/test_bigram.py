@@ -8,7 +8,7 @@ from noise import bigram_of_counts, fill_with_noise
 from chargpt.config import ModelConfig
 from chargpt.errors import ConfigError, TextError
 from chargpt.models import build_model, count_parameters
-from chargpt.models.bigram import BigramLM, bigram_log_probs
+from chargpt.models.ngram import BigramLM, bigram_log_probs
 from chargpt.text.corpus import PairCounts
 
 

@@ -33,7 +33,7 @@ from chargpt.export.check import (
 )
 from chargpt.files import write_output
 from chargpt.models import GPT, build_model
-from chargpt.models.bigram import BIGRAM_ALPHA
+from chargpt.models.ngram import BIGRAM_ALPHA
 from chargpt.store.run import Run
 from chargpt.text.byte_fallback import TRANSITIONS
 from chargpt.text.corpus import PairCounts

@@ -44,10 +44,10 @@ def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
 
     Raises:
         ConfigError: the model has more than MAX_PARAMETERS parameters, or it is a bigram model of
-            more than `bigram.MAX_VOCAB_SIZE` tokens.
+            more than `ngram.MAX_BIGRAM_VOCAB_SIZE` tokens.
     """
     if config.kind == "bigram":
-        from chargpt.models.bigram import BigramLM
+        from chargpt.models.ngram import BigramLM
 
         return BigramLM(vocab_size, config.block_size)
     n_parameters = count_parameters(config, vocab_size)

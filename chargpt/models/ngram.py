@@ -1,4 +1,4 @@
-"""The n-gram baseline: interpolated Kneser-Ney.
+"""The n-gram baselines: interpolated Kneser-Ney; a bigram, trained or from smoothed counts.
 
     p_k(w | h) = (max(c(h w) - d, 0) + d t(h) p_{k-1}(w | h')) / c(h)
 
@@ -15,7 +15,7 @@ that order. Its code is (id of its first k - 1 tokens) * V + (its last token), s
 binary search for any vocabulary size.
 
 Shapes in this file: N = tokens of the training text, V = vocabulary size, G = distinct n-grams of
-order k, P = those of order k - 1, B = batch, T = tokens.
+order k, P = those of order k - 1, B = batch, T = tokens; of `bigram_log_probs`, N = pairs.
 """
 
 from typing import cast
@@ -26,13 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from chargpt.config import MAX_BLOCK_SIZE
+from chargpt.errors import ConfigError
 from chargpt.models.base import KVCache, LanguageModel
-from chargpt.text.tokenizer import Ints, Tokens
+from chargpt.text.corpus import PairCounts
+from chargpt.text.tokenizer import Floats, Ints, Tokens
 
 NGRAM_ORDER = 6  # higher orders gain nothing on texts of a million characters
 NGRAM = f"{NGRAM_ORDER}-gram"
 MAX_TOKENS = 4_000_000  # counted tokens: a second of work
 MAX_TABLE_ENTRIES = 50_000_000  # of the table of contexts: 200 MB
+MAX_BIGRAM_VOCAB_SIZE = 20_000
+BIGRAM_ALPHA = 0.1  # pseudo-count of additive smoothing
 UNSEEN = -1  # id of an n-gram that the training text does not contain
 
 
@@ -216,3 +220,51 @@ def _previous(ids: Tensor, k: int) -> Tensor:
     """Return ids (B, T) of n-grams of k tokens shifted right by one: the context of each token."""
     first = ids.new_full((ids.size(0), 1), 0 if k == 0 else UNSEEN)  # no token comes before
     return torch.cat((first, ids[:, :-1]), dim=1)  # (B, T)
+
+
+class BigramLM(LanguageModel):
+    """logits = table[token]; trained by gradient descent."""
+
+    def __init__(self, vocab_size: int, block_size: int, init_std: float = 0.0) -> None:
+        """Initialise the table from a normal distribution; with `init_std` 0 the loss is ln V.
+
+        Raises:
+            ConfigError: the vocabulary is larger than MAX_BIGRAM_VOCAB_SIZE.
+        """
+        if vocab_size > MAX_BIGRAM_VOCAB_SIZE:
+            raise ConfigError(
+                f"a bigram table for {vocab_size:,} characters would take "
+                f"{vocab_size**2 * 4:,} bytes; raise text.min_count until at most "
+                f"{MAX_BIGRAM_VOCAB_SIZE:,} characters are left"
+            )
+        super().__init__(vocab_size, block_size)
+        self.table = nn.Embedding(vocab_size, vocab_size)
+        nn.init.normal_(self.table.weight, std=init_std)
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        tokens = self.check_tokens(tokens, cache, any_length=cache is None)
+        if cache is not None:
+            cache.advance(tokens.size(1))
+        logits: Tensor = self.table(tokens)  # (B, T, V)
+        return logits
+
+    def new_cache(self, batch_size: int) -> KVCache:
+        """Return a cache without layers: only its length is used."""
+        weight = self.table.weight
+        return KVCache((0, batch_size, 1, self.block_size, 1), weight.dtype, weight.device)
+
+
+def bigram_log_probs(fitted: PairCounts, first: Tokens, second: Tokens, alpha: float) -> Floats:
+    """Return log((count + alpha) / (row sum + alpha V)) of tokens `second` after `first`, (N,).
+
+    `alpha`, the pseudo-count of additive smoothing, is above 0.
+    """
+    vocab_size = fitted.vocab_size
+    row_sums = np.bincount(fitted.first, weights=fitted.counts, minlength=vocab_size)
+    # A last entry that equals no pair, for pairs beyond all fitted ones.
+    codes = np.append(fitted.first * vocab_size + fitted.second, -1)
+    counts = np.append(fitted.counts, 0)
+    wanted = first * vocab_size + second
+    index = np.searchsorted(codes[:-1], wanted)
+    found = np.where(codes[index] == wanted, counts[index], 0)
+    return np.log((found + alpha) / (row_sums[first] + alpha * vocab_size))
