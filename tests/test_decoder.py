@@ -17,8 +17,7 @@ from chargpt.inference.decoders import (
     is_supported,
 )
 from chargpt.models import GPT
-from chargpt.models.bigram import BigramLM
-from chargpt.models.ngram import NGramLM
+from chargpt.models.ngram import BigramLM, NGramLM
 
 DECODERS = {"numpy": NumpyDecoder, "graph": GraphDecoder, "model": ModelDecoder}
 

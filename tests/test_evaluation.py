@@ -16,14 +16,8 @@ from noise import bigram_of_counts, fill_with_noise, noisy_model, noisy_run_on
 from chargpt.config import TextConfig
 from chargpt.errors import ConfigError, RunError, TextError, UnknownCharacterError
 from chargpt.inference import evaluation
-from chargpt.inference.evaluation import (
-    Baselines,
-    Evaluation,
-    evaluate,
-    evaluate_tokens,
-    even_spans,
-)
-from chargpt.models.bigram import BIGRAM_ALPHA, BigramLM, bigram_log_probs
+from chargpt.inference.evaluation import Baselines, Evaluation, evaluate, evaluate_tokens
+from chargpt.models.ngram import BIGRAM_ALPHA, BigramLM, bigram_log_probs
 from chargpt.store.checkpoint import RunState
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus
@@ -103,7 +97,7 @@ def test_a_limit_scores_whole_blocks_up_to_it_spread_over_the_split(limit):
     result = evaluate_tokens(model, tokens, max_tokens=limit)
     assert limit > 20 * T or result.characters == (limit // T * T or limit)
     assert limit < 20 * T or result == evaluate_tokens(model, tokens)
-    starts, length = even_spans(999, span=10, max_tokens=40)
+    starts, length = evaluation.even_spans(999, span=10, max_tokens=40)
     assert (starts.tolist(), length) == ([120, 370, 610, 860], 10)  # 99 whole blocks' four middles
 
 
@@ -198,11 +192,7 @@ def test_mixed_precision_is_used_only_on_request():
     [
         (0, {}, "val split is shorter than 2 characters"),
         (1, {}, "val split is shorter than 2 characters"),
-        (
-            0,
-            {"split": "test"},
-            "test split is shorter.*another split .test needs training with -s",
-        ),
+        (0, {"split": "test"}, r"test split is shorter.*with -s text\.test_fraction=0\.1"),
         (T, {"protocol": "nanogpt"}, "use the protocol blocks"),
         (50, {"protocol": "sliding", "stride": 0}, "choose 1 to 12"),
         (50, {"protocol": "sliding", "stride": T + 1}, "choose 1 to 12"),
@@ -261,6 +251,12 @@ def test_a_large_vocabulary_needs_no_table():
     assert result["bigram"] == pytest.approx(-math.log(1.1 / 2001), rel=1e-4)
 
 
+def test_baselines_of_an_empty_split_are_rejected():
+    corpus = corpus_of()
+    with pytest.raises(TextError, match=r"shorter than 2 characters.*text\.test_fraction"):
+        Baselines(corpus).losses(corpus.split("test"))
+
+
 @pytest.mark.parametrize(("n_blocks", "is_paired"), [(7, False), (8, True), (17, True)])
 def test_differences_are_paired_by_eight_blocks_or_more(n_blocks, is_paired):
     rng = np.random.default_rng(n_blocks)
@@ -303,7 +299,7 @@ def test_the_n_gram_has_all_of_its_context_in_every_span():
     of_each = fitted.ngram.losses(val[None])[0]  # of every character but the first
     assert fitted.losses(val)["6-gram"] == pytest.approx(of_each.mean(), abs=1e-6)
     for limit in (8, 100, 400):
-        starts, length = even_spans(len(val) - 1, 16, limit)
+        starts, length = evaluation.even_spans(len(val) - 1, 16, limit)
         expected = np.mean([of_each[start : start + length] for start in starts])
         losses = fitted.losses(val, max_tokens=limit, span=16)
         assert losses["6-gram"] == pytest.approx(expected, abs=1e-6)

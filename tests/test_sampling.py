@@ -21,16 +21,8 @@ from chargpt.config import SampleConfig
 from chargpt.errors import ConfigError, OperationError, UnknownCharacterError
 from chargpt.inference import generation
 from chargpt.inference.decoders import NumpyDecoder
-from chargpt.inference.generation import (
-    filter_probs,
-    sample,
-    sample_tokens,
-    stream,
-    stream_pieces,
-    stream_run,
-    uniforms,
-)
-from chargpt.models.bigram import BigramLM
+from chargpt.inference.generation import sample, stream, stream_pieces, stream_run
+from chargpt.models.ngram import BigramLM
 from chargpt.text.tokenizer import CharTokenizer
 
 LETTERS = CharTokenizer("\n abcdefgh")
@@ -136,7 +128,8 @@ PROBS = [0.1, 0.4, 0.05, 0.3, 0.15]
 
 def filtered(probs=PROBS, allowed=None, **options):
     chosen = SampleConfig(**{"temperature": 1.0} | options)
-    remaining = filter_probs(np.log([probs]), chosen, None if allowed is None else allowed[None])[0]
+    allowed = None if allowed is None else allowed[None]
+    remaining = generation.filter_probs(np.log([probs]), chosen, allowed)[0]
     return (remaining / remaining.sum()).tolist()
 
 
@@ -197,7 +190,7 @@ def test_the_unknown_token_is_never_sampled():
 def test_sampling_inverts_the_cumulative_distribution(weights, uniform):
     if not any(weights):
         return
-    token = int(sample_tokens(np.array([weights]), np.array([uniform]))[0])
+    token = int(generation.sample_tokens(np.array([weights]), np.array([uniform]))[0])
     assert weights[token] > 0
     total = math.fsum(weights)
     below, upto = math.fsum(weights[:token]), math.fsum(weights[: token + 1])
@@ -206,7 +199,7 @@ def test_sampling_inverts_the_cumulative_distribution(weights, uniform):
 
 
 def test_the_random_numbers_are_uniform_and_independent_between_streams():
-    rows = np.stack(list(itertools.islice(uniforms(1, range(4)), 5000)))
+    rows = np.stack(list(itertools.islice(generation.uniforms(1, range(4)), 5000)))
     assert rows.shape == (5000, 4)
     assert rows.min() >= 0
     assert rows.max() < 1
@@ -216,7 +209,7 @@ def test_the_random_numbers_are_uniform_and_independent_between_streams():
 
 
 def test_a_seed_gives_the_same_random_numbers_in_every_version():
-    first, second = itertools.islice(uniforms(1337, [0, 1]), 2)
+    first, second = itertools.islice(generation.uniforms(1337, [0, 1]), 2)
     assert first.tolist() == pytest.approx([0.32430768661483333, 0.2558335419272051], abs=1e-15)
     assert second.tolist() == pytest.approx([0.9429179866882604, 0.18302434176703442], abs=1e-15)
 

@@ -15,6 +15,7 @@ a window, V = vocabulary size, N = scored characters in total.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -26,8 +27,7 @@ from torch import Tensor
 from chargpt.errors import NOT_FINITE, ConfigError, OperationError, TextError
 from chargpt.models import LanguageModel
 from chargpt.models.base import eval_mode
-from chargpt.models.bigram import BIGRAM_ALPHA, bigram_log_probs
-from chargpt.models.ngram import NGRAM, NGRAM_ORDER, NGramLM
+from chargpt.models.ngram import BIGRAM_ALPHA, NGRAM, NGRAM_ORDER, NGramLM, bigram_log_probs
 from chargpt.store.run import Run, as_run
 from chargpt.text.batches import Batches
 from chargpt.text.corpus import Corpus, Split
@@ -228,13 +228,7 @@ def evaluate_tokens(
         ConfigError: the stride is out of range.
     """
     assert protocol == "blocks" or max_tokens is span is None
-    if len(tokens) < 2:
-        what = "text" if split == "all" else f"{split} split"
-        raise TextError(
-            f"the {what} is shorter than 2 characters; give a longer text, or another split (test "
-            "needs training with -s text.test_fraction=0.1, mixture with -s "
-            "text.mixture_characters=20000)"
-        )
+    _require_scorable(tokens, split)
     n_inputs, block_size, lookback = len(tokens) - 1, model.block_size, 0
     if protocol == "blocks":
         windows = block_windows(n_inputs, block_size, max_tokens, span)
@@ -381,6 +375,17 @@ def _variance(block_losses: Floats, block_sizes: Floats) -> float:
     return float(((block_losses - block_sizes * mean) ** 2).sum())
 
 
+def _require_scorable(tokens: Tokens, split: str) -> None:
+    """Raise TextError if a split, or `all` of another text, has fewer than 2 tokens."""
+    if len(tokens) < 2:
+        what = "text" if split == "all" else f"{split} split"
+        raise TextError(
+            f"the {what} is shorter than 2 characters; give a longer text, or another split (test "
+            "needs training with -s text.test_fraction=0.1, mixture with -s "
+            "text.mixture_characters=20000)"
+        )
+
+
 def iter_losses(
     model: LanguageModel,
     tokens: Tokens,
@@ -454,8 +459,12 @@ class Baselines:
         They score the characters that `evaluate_tokens` scores with the same arguments, each with
         all of its context. `span`, the model's block size, is also the length of the blocks whose
         losses are added up; `max_tokens` needs it.
+
+        Raises:
+            TextError: there are fewer than 2 tokens.
         """
         assert max_tokens is None or span is not None
+        _require_scorable(tokens, "all")
         n_inputs = len(tokens) - 1
         starts, length = even_spans(n_inputs, span or n_inputs, max_tokens)
         n_earlier = NGRAM_ORDER - 2  # tokens of context before each span
@@ -470,17 +479,15 @@ class Baselines:
             NGRAM: self.ngram.losses(rows)[:, n_earlier:],
         }
 
-        def block_sums(values: Floats) -> Floats:
-            by_row = values.reshape(len(rows), length).astype(np.float64)
-            sums: Floats = np.add.reduceat(by_row, np.arange(0, length, span or length), axis=1)
-            return sums.ravel()
-
-        sizes = block_sums((second < self.tokenizer.first_continuation_id).astype(np.float64))
+        in_row = np.arange(0, length, span or length)  # first token of each block
+        blocks = (np.arange(len(rows))[:, None] * length + in_row).ravel()
+        block_sums = partial(np.add.reduceat, indices=blocks, dtype=np.float64)
+        sizes = block_sums(second < self.tokenizer.first_continuation_id)
         n_characters = max(1, sizes.sum())
         return {
             name: BaselineLoss(
                 float(each.sum(dtype=np.float64)) / n_characters,
-                np.stack((block_sums(each), sizes)),
+                np.stack((block_sums(each.ravel()), sizes)),
             )
             for name, each in losses.items()
         }
