@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from chargpt.inference.generation import sample as sample
     from chargpt.inference.generation import stream as stream
     from chargpt.inference.scoring import score as score
-    from chargpt.models.bigram import BigramLM as BigramLM
     from chargpt.models.gpt import GPT as GPT
+    from chargpt.models.ngram import BigramLM as BigramLM
     from chargpt.models.ngram import NGramLM as NGramLM
     from chargpt.store.mixture import with_mixture as with_mixture
     from chargpt.store.run import Run as Run
@@ -36,7 +36,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "GPT": "chargpt.models.gpt",
-    "BigramLM": "chargpt.models.bigram",
+    "BigramLM": "chargpt.models.ngram",
     "CharTokenizer": "chargpt.text.tokenizer",
     "ChargptError": "chargpt.errors",
     "Config": "chargpt.config",

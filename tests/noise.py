@@ -9,8 +9,10 @@ from torch import Tensor
 
 from chargpt.config import Config, ModelConfig
 from chargpt.models import LanguageModel, build_model
+from chargpt.models.ngram import BigramLM
 from chargpt.store.checkpoint import RunState
 from chargpt.store.run import Run
+from chargpt.text.corpus import PairCounts
 from chargpt.text.prepare import prepare
 from chargpt.text.source import find_text
 from chargpt.text.tokenizer import CharTokenizer
@@ -47,6 +49,15 @@ def noisy_model(vocab_size: int = 11, seed: int = 0, **settings: object) -> Lang
     """Return a small model in evaluation mode with noise for weights."""
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12}
     return fill_with_noise(build_model(ModelConfig(**(sizes | settings)), vocab_size), seed).eval()
+
+
+def bigram_of_counts(pairs: PairCounts, block_size: int, alpha: float) -> BigramLM:
+    """Return a bigram model with the smoothed frequencies of pairs, by a table of all of them."""
+    model = BigramLM(pairs.vocab_size, block_size)
+    probs = torch.full((pairs.vocab_size, pairs.vocab_size), alpha, dtype=torch.float64)
+    probs[pairs.first, pairs.second] += torch.from_numpy(pairs.counts)
+    model.table.weight.data = (probs / probs.sum(dim=1, keepdim=True)).log().float()
+    return model
 
 
 def noisy_run(tokenizer: CharTokenizer, seed: int = 0, **settings: object) -> Run:

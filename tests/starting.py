@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from chargpt.config import Config
-from chargpt.inference.baselines import Baselines
+from chargpt.inference.evaluation import Baselines
 from chargpt.log import collected_notes
 from chargpt.store.checkpoint import Checkpoint
 from chargpt.store.folder import RunFolder

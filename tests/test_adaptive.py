@@ -13,12 +13,7 @@ from conftest import REPOSITORY, Cli, refusal
 
 import chargpt
 from chargpt.inference import coding
-from chargpt.inference.coding import (
-    MAX_ADAPTIVE_LANES,
-    compress,
-    decompress,
-    split_into_lanes,
-)
+from chargpt.inference.coding import MAX_ADAPTIVE_LANES, compress, decompress, split_into_lanes
 from chargpt.inference.scoring import score, token_losses
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run

@@ -6,10 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chargpt.analysis.explain import average_by_loop, average_by_matrix, average_by_softmax
-from chargpt.models.kernels import (
-    explicit_attention,
-    fast_attention,
-)
+from chargpt.models.kernels import explicit_attention, fast_attention
 
 
 def random_heads(n_queries, n_keys, head_size=4, seed=0):

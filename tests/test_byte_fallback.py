@@ -17,9 +17,8 @@ from noise import noisy_run
 from chargpt.analysis import plots
 from chargpt.analysis.report import curves
 from chargpt.config import Config, ModelConfig, SampleConfig, TextConfig
-from chargpt.inference.baselines import Baselines
 from chargpt.inference.coding import compress, decompress
-from chargpt.inference.evaluation import evaluate_tokens
+from chargpt.inference.evaluation import Baselines, evaluate_tokens
 from chargpt.inference.generation import stream_pieces
 from chargpt.inference.scoring import score
 from chargpt.text import corpus as corpus_module

@@ -16,8 +16,7 @@ from chargpt.analysis.compare import Comparison, Row, compare_runs
 from chargpt.analysis.result import MIXTURE_SUFFIX
 from chargpt.cli.compare import print_rows
 from chargpt.config import load_config
-from chargpt.inference.baselines import Baselines
-from chargpt.inference.evaluation import evaluate_tokens
+from chargpt.inference.evaluation import Baselines, evaluate_tokens
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 

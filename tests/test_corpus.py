@@ -26,12 +26,7 @@ from chargpt.errors import RunError, TextError, UnreadableError
 from chargpt.files import to_json
 from chargpt.text import source
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import (
-    TEXT_FILES,
-    load_corpus,
-    prepare,
-    read_prepared,
-)
+from chargpt.text.prepare import TEXT_FILES, load_corpus, prepare, read_prepared
 from chargpt.text.source import find_text, read_text
 from chargpt.text.tokenizer import CharTokenizer
 

@@ -7,16 +7,17 @@ import torch
 from formula import logits_of_long_text
 from noise import RUNGS, fill_with_noise, noisy_model, random_tokens
 
-from chargpt.inference.decoders import GraphDecoder, ModelDecoder, build_decoder
-from chargpt.inference.numpy_decoder import (
+from chargpt.inference.decoders import (
     MIN_SEQUENCES,
+    GraphDecoder,
+    ModelDecoder,
     NumpyDecoder,
     ParallelDecoder,
+    build_decoder,
     is_supported,
 )
-from chargpt.models.bigram import BigramLM
 from chargpt.models.gpt import GPT
-from chargpt.models.ngram import NGramLM
+from chargpt.models.ngram import BigramLM, NGramLM
 
 DECODERS = {"numpy": NumpyDecoder, "graph": GraphDecoder, "model": ModelDecoder}
 

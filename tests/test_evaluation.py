@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noise import fill_with_noise, noisy_model, noisy_run_on
+from noise import bigram_of_counts, fill_with_noise, noisy_model, noisy_run_on
 
 from chargpt.config import TextConfig
 from chargpt.errors import ConfigError, RunError, TextError, UnknownCharacterError
 from chargpt.inference import evaluation
-from chargpt.inference.baselines import BIGRAM_ALPHA, Baselines, bigram_log_probs
-from chargpt.inference.evaluation import Evaluation, evaluate, evaluate_tokens, even_spans
-from chargpt.models.bigram import BigramLM
+from chargpt.inference.evaluation import Baselines, Evaluation, evaluate, evaluate_tokens
+from chargpt.models.ngram import BIGRAM_ALPHA, BigramLM, bigram_log_probs
 from chargpt.store.checkpoint import RunState
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
@@ -98,7 +97,7 @@ def test_a_limit_scores_whole_blocks_up_to_it_spread_over_the_split(limit):
     result = evaluate_tokens(model, tokens, max_tokens=limit)
     assert limit > 20 * T or result.characters == (limit // T * T or limit)
     assert limit < 20 * T or result == evaluate_tokens(model, tokens)
-    starts, length = even_spans(999, span=10, max_tokens=40)
+    starts, length = evaluation.even_spans(999, span=10, max_tokens=40)
     assert (starts.tolist(), length) == ([120, 370, 610, 860], 10)  # 99 whole blocks' four middles
 
 
@@ -193,7 +192,7 @@ def test_mixed_precision_is_used_only_on_request():
     [
         (0, {}, "val split is shorter than 2 characters"),
         (1, {}, "val split is shorter than 2 characters"),
-        (0, {"split": "test"}, "has no test split; evaluate another"),
+        (0, {"split": "test"}, r"test split is shorter.*with -s text\.test_fraction=0\.1"),
         (T, {"protocol": "nanogpt"}, "use the protocol blocks"),
         (50, {"protocol": "sliding", "stride": 0}, "choose 1 to 12"),
         (50, {"protocol": "sliding", "stride": T + 1}, "choose 1 to 12"),
@@ -228,7 +227,7 @@ def val_losses(corpus):
 def test_the_sparse_bigram_has_the_loss_of_the_dense_one(alpha):
     corpus = corpus_of(TEXT[:300] + "a few quite different words, judged by nobody")
     fitted, val = corpus.pair_counts("train"), corpus.split("val").astype(np.int64)
-    dense = evaluate_tokens(BigramLM.from_counts(fitted, 16, alpha), val).nats_per_char
+    dense = evaluate_tokens(bigram_of_counts(fitted, 16, alpha), val).nats_per_char
     sparse = -bigram_log_probs(fitted, val[:-1], val[1:], alpha).mean()
     assert sparse == pytest.approx(dense, abs=1e-6)
     assert alpha != BIGRAM_ALPHA or val_losses(corpus)["bigram"] == sparse
@@ -254,7 +253,7 @@ def test_a_large_vocabulary_needs_no_table():
 
 def test_baselines_of_an_empty_split_are_rejected():
     corpus = corpus_of()
-    with pytest.raises(TextError, match=r"fewer than 2 characters.*text\.test_fraction"):
+    with pytest.raises(TextError, match=r"shorter than 2 characters.*text\.test_fraction"):
         Baselines(corpus).losses(corpus.split("test"))
 
 
@@ -282,7 +281,7 @@ def test_differences_are_paired_by_eight_blocks_or_more(n_blocks, is_paired):
 def test_baselines_and_models_score_the_same_characters(limit, block_size):
     corpus = corpus_of(TEXT * 6)
     fitted, val = Baselines(corpus), corpus.split("val")
-    bigram = BigramLM.from_counts(fitted.pair_counts, block_size, BIGRAM_ALPHA)
+    bigram = bigram_of_counts(fitted.pair_counts, block_size, BIGRAM_ALPHA)
     span = 16  # the same characters for any block size
     own = evaluate_tokens(bigram, val, max_tokens=limit, span=span)
     bigram_loss = fitted.evaluate(val, max_tokens=limit, span=span)["bigram"]
@@ -300,7 +299,7 @@ def test_the_n_gram_has_all_of_its_context_in_every_span():
     of_each = fitted.ngram.losses(val[None])[0]  # of every character but the first
     assert fitted.losses(val)["6-gram"] == pytest.approx(of_each.mean(), abs=1e-6)
     for limit in (8, 100, 400):
-        starts, length = even_spans(len(val) - 1, 16, limit)
+        starts, length = evaluation.even_spans(len(val) - 1, 16, limit)
         expected = np.mean([of_each[start : start + length] for start in starts])
         losses = fitted.losses(val, max_tokens=limit, span=16)
         assert losses["6-gram"] == pytest.approx(expected, abs=1e-6)

@@ -23,12 +23,7 @@ from torch.utils._pytree import tree_leaves
 from chargpt.analysis import doctor
 from chargpt.config import TextConfig, load_config
 from chargpt.inference import decoders
-from chargpt.inference.decoders import (
-    GraphDecoder,
-    ModelDecoder,
-    build_decoder,
-)
-from chargpt.inference.numpy_decoder import NumpyDecoder
+from chargpt.inference.decoders import GraphDecoder, ModelDecoder, NumpyDecoder, build_decoder
 from chargpt.models.gpt import GPT
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus

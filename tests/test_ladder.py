@@ -10,6 +10,7 @@ from statistics import stdev
 
 import pytest
 from conftest import Cli, refusal
+from noise import bigram_of_counts
 
 from chargpt.analysis import ladder
 from chargpt.analysis.ladder import (
@@ -21,11 +22,9 @@ from chargpt.analysis.ladder import (
     paired_gain,
 )
 from chargpt.config import load_config
-from chargpt.inference.baselines import NGRAM, Baselines
-from chargpt.inference.evaluation import evaluate, evaluate_tokens
+from chargpt.inference.evaluation import Baselines, evaluate, evaluate_tokens
 from chargpt.models import build_model, count_parameters
-from chargpt.models.bigram import BigramLM
-from chargpt.models.ngram import NGRAM_ORDER
+from chargpt.models.ngram import NGRAM, NGRAM_ORDER
 from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
@@ -142,7 +141,7 @@ def test_baselines_and_compressors_score_the_same_characters(
     val = corpus.split("val")[:501]
     levels = Baselines(corpus).losses(val)
     assert ngram_loss(corpus, NGRAM_ORDER) == pytest.approx(levels[NGRAM], abs=1e-6)
-    bigram = BigramLM.from_counts(corpus.pair_counts("train"), 1000, alpha=0.1)
+    bigram = bigram_of_counts(corpus.pair_counts("train"), 1000, alpha=0.1)
     own = evaluate_tokens(bigram, val)
     assert own.characters == 500
     assert levels["bigram"] == pytest.approx(own.nats_per_char, abs=1e-6)

@@ -22,9 +22,8 @@ from chargpt.config import Config, TextConfig
 from chargpt.inference.decoders import build_decoder
 from chargpt.inference.evaluation import evaluate_tokens, even_spans
 from chargpt.models.gpt import GPT
-from chargpt.models.mixture import Mixture
+from chargpt.models.mixture import BACKOFF_ORDER, Mixture, WordContextModel, word_token_mask
 from chargpt.models.ngram import NGramLM
-from chargpt.models.word_context import BACKOFF_ORDER, WordContextModel, word_token_mask
 from chargpt.store.folder import MIXTURE_FILE
 from chargpt.store.mixture import save_mixture, with_mixture
 from chargpt.store.run import Run, load_run
@@ -80,8 +79,9 @@ def test_probabilities_are_the_gate_s_average_of_all_components() -> None:
         lower = NGramLM(VOCAB_SIZE, BLOCK_SIZE, list(mixture.ngram.orders[:k]))
         expected += weights[..., k : k + 1] * lower.probs(tokens)
     assert k < BACKOFF_ORDER, "the word n-grams back off to the longest n-gram"
-    words = mixture.word_model.iter_probs(lower.probs(tokens), contexts[4:])
-    for k, probs in enumerate(words, 5):
+    probs = lower.probs(tokens)
+    for k, order in enumerate(mixture.word_model.orders, 5):
+        order.interpolate(probs.view(-1, VOCAB_SIZE), contexts[k - 1].flatten())
         expected += weights[..., k : k + 1] * probs
     probs = mixture(tokens).exp()
     assert torch.allclose(probs, expected, atol=1e-6)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from chargpt.analysis.explain import average_by_loop, average_by_matrix, average_by_softmax
-from chargpt.models.bigram import BigramLM
 from chargpt.models.kernels import attention_scores, explicit_attention, fast_attention
+from chargpt.models.ngram import BigramLM
 from chargpt.text.tokenizer import CharTokenizer
 
 SIX_INPUTS = torch.tensor([

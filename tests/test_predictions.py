@@ -7,14 +7,13 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from noise import fill_with_noise
+from noise import bigram_of_counts, fill_with_noise
 
 from chargpt.analysis import predictions
 from chargpt.config import ModelConfig, TextConfig
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.scoring import token_losses
 from chargpt.models import build_model
-from chargpt.models.bigram import BigramLM
 from chargpt.models.gpt import GPT
 from chargpt.models.kernels import rms_norm
 from chargpt.store.run import Run
@@ -70,7 +69,7 @@ def test_groups_partition_the_characters(corpus: Corpus, model: GPT) -> None:
 def test_a_model_of_the_texts_counts_is_calibrated_and_one_with_scaled_logits_is_not(
     corpus: Corpus,
 ) -> None:
-    model = BigramLM.from_counts(corpus.pair_counts("train"), 64, alpha=0.01)
+    model = bigram_of_counts(corpus.pair_counts("train"), 64, alpha=0.01)
     tokens = corpus.split("train")
     fitted = predictions.calibration_error(
         predictions.calibration(predictions.predict(model, tokens, 20_000))

@@ -29,8 +29,8 @@ from chargpt.analysis.result import (
     summarize,
 )
 from chargpt.cli import summary
-from chargpt.inference.baselines import NGRAM, Baselines
-from chargpt.inference.evaluation import BaselineLoss, Evaluation, evaluate_tokens
+from chargpt.inference.evaluation import BaselineLoss, Baselines, Evaluation, evaluate_tokens
+from chargpt.models.ngram import NGRAM
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run, load_run

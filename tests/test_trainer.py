@@ -17,7 +17,7 @@ from starting import create_run, resume
 
 from chargpt.config import Config, TextConfig, load_config
 from chargpt.errors import DivergedError, OperationError, RunError
-from chargpt.inference.baselines import Baselines
+from chargpt.inference.evaluation import Baselines
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chargpt.models import word_context
-from chargpt.models.word_context import (
+from chargpt.models import mixture
+from chargpt.models.mixture import (
     LOOKBACK,
     NO_TOKEN,
     WORDS,
@@ -76,11 +76,11 @@ def test_probabilities_are_discounted_counts_and_back_off_to_fewer_words() -> No
     words = WordContextModel(tokens, TOKENIZER.vocab_size, IN_WORDS)
     prompt = "b a b a"
     encoded = torch.from_numpy(TOKENIZER.encode(prompt).astype(np.int64))[None]
-    first = torch.arange(TOKENIZER.vocab_size).float().softmax(-1).repeat(*encoded.shape, 1)
-    found = [p[0].clone() for p in words.iter_probs(first.clone(), words.contexts(encoded))]
-    assert len(found) == WORDS + 1
-    for n_words, probs in enumerate(found):
-        lower = found[n_words - 1] if n_words else first[0]
+    probs = torch.arange(TOKENIZER.vocab_size).float().softmax(-1).repeat(len(prompt), 1)
+    assert len(words.orders) == WORDS + 1
+    for n_words, (order, ids) in enumerate(zip(words.orders, words.contexts(encoded), strict=True)):
+        lower = probs.clone()
+        order.interpolate(probs, ids[0])
         counts: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
         for index in range(len(text) - 1):
             counts[contexts_at(text, index)[n_words]][text[index + 1]] += 1
@@ -101,7 +101,7 @@ def test_probabilities_are_discounted_counts_and_back_off_to_fewer_words() -> No
 def test_a_text_is_counted_in_chunks_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = TOKENIZER.encode("ab abc. dd a " * 20 + "a" * 50 + " b").astype(np.int64)
     whole = WordContextModel(tokens, TOKENIZER.vocab_size, IN_WORDS)
-    monkeypatch.setattr(word_context, "CHUNK", 40)
+    monkeypatch.setattr(mixture, "CHUNK", 40)
     parts = WordContextModel(tokens, TOKENIZER.vocab_size, IN_WORDS)
     for one, other in zip(whole.orders, parts.orders, strict=True):
         assert torch.equal(one.codes, other.codes)

@@ -11,9 +11,15 @@ from typing import Any
 from chargpt.analysis.result import MIXTURE_LABEL, MIXTURE_SUFFIX, describe_difference
 from chargpt.config import Config, load_config
 from chargpt.errors import ConfigError
-from chargpt.inference.baselines import NGRAM, Baselines
-from chargpt.inference.evaluation import BaselineLoss, Evaluation, OnProgress, evaluate_tokens
+from chargpt.inference.evaluation import (
+    BaselineLoss,
+    Baselines,
+    Evaluation,
+    OnProgress,
+    evaluate_tokens,
+)
 from chargpt.inference.generation import sample
+from chargpt.models.ngram import NGRAM
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run

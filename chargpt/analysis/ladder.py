@@ -24,8 +24,7 @@ import numpy as np
 from chargpt.analysis.compare import MAX_TOKENS, SAMPLE, RunSession, model_config, train_run
 from chargpt.config import Config
 from chargpt.errors import ConfigError
-from chargpt.inference.baselines import Baselines
-from chargpt.inference.evaluation import evaluate_tokens
+from chargpt.inference.evaluation import Baselines, evaluate_tokens
 from chargpt.inference.generation import sample
 from chargpt.models.ngram import NGRAM_ORDER, NGramLM
 from chargpt.store.folder import RunFolder

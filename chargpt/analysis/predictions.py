@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from chargpt.inference.evaluation import iter_log_probs
+from chargpt.inference.evaluation import block_windows, iter_logits, sliding_windows
 from chargpt.models import LanguageModel
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
@@ -72,7 +72,9 @@ class ScoredCharacter:
 def predict(model: LanguageModel, tokens: Tokens, max_tokens: int) -> Predictions:
     """Return the predictions on a text, or on `max_tokens` spread evenly over it."""
     columns: list[tuple[torch.Tensor, ...]] = []
-    for log_probs, targets in iter_log_probs(model, tokens, "blocks", max_tokens):
+    windows = block_windows(len(tokens) - 1, model.block_size, max_tokens)
+    for logits, targets in iter_logits(model, tokens, windows, model.lookback):
+        log_probs = logits.log_softmax(dim=-1)  # (B, L, V)
         best, predicted = log_probs.max(dim=-1)  # (B, L)
         nll = -log_probs.gather(2, targets[..., None]).squeeze(2)
         lengths = torch.arange(1, targets.size(1) + 1).expand(targets.shape)
@@ -149,7 +151,9 @@ def score_passage(
     bits, predicted = 0.0, tuple[tuple[str, float], ...]()
     read = tokenizer.decode_stream()
     read(int(tokens[0]))
-    for log_probs, targets in iter_log_probs(model, tokens, "sliding"):
+    windows = sliding_windows(len(tokens) - 1, model.block_size)
+    for logits, targets in iter_logits(model, tokens, windows):
+        log_probs = logits.log_softmax(dim=-1)  # (B, L, V)
         top = log_probs.topk(min(TOP_K, log_probs.size(2)), dim=-1)
         target_log_probs = log_probs.gather(2, targets[..., None]).squeeze(2)
         columns = (targets, target_log_probs, top.indices, top.values.exp())

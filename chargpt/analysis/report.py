@@ -24,12 +24,11 @@ from chargpt.analysis.explain import (
 from chargpt.analysis.page import render
 from chargpt.analysis.result import MIXTURE_LABEL, RunScores, evaluate_run, summarize
 from chargpt.files import write_output
-from chargpt.inference.baselines import NGRAM
 from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.generation import sample
 from chargpt.models.gpt import GPT
 from chargpt.models.gpt2 import GPT2
-from chargpt.models.ngram import NGRAM_ORDER
+from chargpt.models.ngram import NGRAM, NGRAM_ORDER
 from chargpt.store.folder import REPORT, RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run

@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 from chargpt.errors import NOT_FINITE, OperationError
-from chargpt.inference.baselines import NGRAM, Baselines
-from chargpt.inference.evaluation import BaselineLoss, Evaluation, evaluate_tokens
+from chargpt.inference.evaluation import BaselineLoss, Baselines, Evaluation, evaluate_tokens
+from chargpt.models.ngram import NGRAM
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, Split

@@ -14,7 +14,7 @@ from chargpt.cli.signals import say_stopping
 from chargpt.config import ModelConfig
 from chargpt.device import default_threads
 from chargpt.errors import Stopped
-from chargpt.inference.baselines import NGRAM
+from chargpt.models.ngram import NGRAM
 from chargpt.text.display import display_char
 from chargpt.text.source import RECORD_SEPARATOR
 from chargpt.training.learner import training_bytes

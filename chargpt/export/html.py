@@ -24,9 +24,9 @@ from chargpt.config import NORM_EPS
 from chargpt.errors import ChargptError
 from chargpt.export.check import ExportCheck, Logits, compare, encode, exportable_model, logits
 from chargpt.files import write_output
-from chargpt.inference.baselines import BIGRAM_ALPHA
 from chargpt.models import build_model
 from chargpt.models.gpt import GPT
+from chargpt.models.ngram import BIGRAM_ALPHA
 from chargpt.store.run import Run
 from chargpt.text.corpus import PairCounts
 from chargpt.text.display import display_text

@@ -20,6 +20,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -30,7 +31,7 @@ from chargpt.device import onednn_is_faster, require_memory
 from chargpt.errors import OperationError, TextError
 from chargpt.inference.decoders import Decoder, build_decoder
 from chargpt.inference.evaluation import OnProgress
-from chargpt.inference.sampler import max_logits
+from chargpt.inference.generation import max_logits
 from chargpt.models import LanguageModel, eval_mode
 from chargpt.models.mixture import Mixture
 from chargpt.store.run import Run
@@ -79,8 +80,7 @@ def compress(
         text = content.decode()
     except UnicodeDecodeError as error:
         raise TextError(
-            f"the text is not UTF-8 (byte 0x{error.object[error.start]:02X} at offset "
-            f"{error.start:,} does not decode); convert it first, for example with iconv"
+            f"the text is not UTF-8 ({error}); convert it first, for example with iconv"
         ) from None
     tokens = run.tokenizer.encode(text, unknown=unknown)
     content = run.tokenizer.decode(tokens).encode()  # what `decompress` will return
@@ -90,11 +90,10 @@ def compress(
     threads = min(os.cpu_count() or 1, 255)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
     steps = _iter_distributions(run, lanes, len(tokens), threads, adaptive, on_progress)
-    with _single_threaded_inference(run.model):
-        for column, cdf in steps:
-            totals = cdf[:, -1].tolist()
-            for lane, token in enumerate(column.tolist()):
-                encoder.encode(int(cdf[lane, token]), int(cdf[lane, token + 1]), totals[lane])
+    for column, cdf in steps:
+        totals = cdf[:, -1].tolist()
+        for lane, token in enumerate(column.tolist()):
+            encoder.encode(int(cdf[lane, token]), int(cdf[lane, token + 1]), totals[lane])
     body = encoder.finish()
     body += bytes(max(0, len(tokens) // MAX_TOKENS_PER_BYTE - len(body)))
     keys = (run.step, run.fingerprint(), _platform_key())
@@ -148,21 +147,20 @@ def decompress(
             "the file was compressed with another processor, torch or numpy, which rounds "
             "differently; decompress it there"
         )
-    if count > MAX_TOKENS_PER_BYTE * (len(body) + 1) or not threads:
+    if count > MAX_TOKENS_PER_BYTE * (len(body) + 1):
         raise TextError("the file is damaged: it is too short for its text; restore it")
     require_memory(BYTES_PER_CHARACTER * count, f"a text of {count:,} characters")
     coder = ArithmeticDecoder(body)
     tokens = np.zeros(count, dtype=run.tokenizer.dtype)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
     steps = _iter_distributions(run, lanes, count, threads, adaptive, on_progress)
-    with _single_threaded_inference(run.model):
-        for column, cdf in steps:
-            totals = cdf[:, -1].tolist()
-            for lane in range(len(column)):
-                value = coder.decode(totals[lane])
-                token = int(cdf[lane].searchsorted(value, side="right")) - 1
-                coder.consume(int(cdf[lane, token]), int(cdf[lane, token + 1]))
-                column[lane] = token
+    for column, cdf in steps:
+        totals = cdf[:, -1].tolist()
+        for lane in range(len(column)):
+            value = coder.decode(totals[lane])
+            token = int(cdf[lane].searchsorted(value, side="right")) - 1
+            coder.consume(int(cdf[lane, token]), int(cdf[lane, token + 1]))
+            column[lane] = token
     content = run.tokenizer.decode(lanes.reshape(-1)[:count]).encode()
     if zlib.crc32(content) != checksum:
         raise OperationError(
@@ -190,22 +188,21 @@ def _iter_distributions(
     n_full, n_last = divmod(count, length)  # full lanes, and tokens of a shorter last one
     cdf = np.tile(np.arange(run.model.vocab_size + 1), (num_lanes, 1))  # uniform at first
     done = 0
-    if adaptive:
-        decoder = adaptive(num_lanes)
-    else:
-        decoder = build_decoder(run.model, num_lanes, max_threads=threads)
-    for position in range(length if count else 0):
-        if position:
-            tokens = lanes[:, position - 1].astype(np.int64)
-            logits = decoder.step(tokens).astype(np.float64)  # (L, V)
-            probs = np.exp(logits - max_logits(logits))
-            probs *= FREQUENCY_SCALE / probs.sum(axis=1, keepdims=True)
-            frequencies = probs.astype(np.int64) + 1  # no character is impossible
-            frequencies.cumsum(axis=1, out=cdf[:, 1:])
-        n_active = n_full + (position < n_last)
-        yield lanes[:n_active, position], cdf
-        done += n_active
-        on_progress(done, count)
+    build = adaptive or partial(build_decoder, run.model, max_threads=threads)
+    with _single_threaded_inference(run.model):
+        decoder = build(num_lanes)
+        for position in range(length if count else 0):
+            if position:
+                tokens = lanes[:, position - 1].astype(np.int64)
+                logits = decoder.step(tokens).astype(np.float64)  # (L, V)
+                probs = np.exp(logits - max_logits(logits))
+                probs *= FREQUENCY_SCALE / probs.sum(axis=1, keepdims=True)
+                frequencies = probs.astype(np.int64) + 1  # no character is impossible
+                frequencies.cumsum(axis=1, out=cdf[:, 1:])
+            n_active = n_full + (position < n_last)
+            yield lanes[:n_active, position], cdf
+            done += n_active
+            on_progress(done, count)
 
 
 class ArithmeticEncoder:

@@ -1,4 +1,4 @@
-"""Losses of a model on a text, by three protocols.
+"""Losses of a model on a text, by three protocols, and of baselines estimated from counts.
 
 `blocks`   non-overlapping blocks: every token but the first is scored exactly once, the short
            last block included. The protocol to quote.
@@ -15,6 +15,7 @@ a window, V = vocabulary size, N = scored characters in total.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -25,8 +26,9 @@ from torch import Tensor
 
 from chargpt.errors import NOT_FINITE, ConfigError, OperationError, TextError
 from chargpt.models import LanguageModel, eval_mode
+from chargpt.models.ngram import BIGRAM_ALPHA, NGRAM, NGRAM_ORDER, NGramLM, bigram_log_probs
 from chargpt.store.run import Run, as_run
-from chargpt.text.corpus import Split, block_offsets
+from chargpt.text.corpus import Corpus, Split, block_offsets
 from chargpt.text.source import mark_documents, read_text, require_text
 from chargpt.text.tokenizer import Floats, Ints, Tokens, UnknownPolicy
 
@@ -39,6 +41,7 @@ NANOGPT_EVAL_ITERS, NANOGPT_BATCH_SIZE, NANOGPT_BLOCK = 200, 64, 256
 MAX_LOGITS_BYTES = 64_000_000  # of one forward pass
 MAX_CALL_TOKENS = 16_384  # of one forward pass
 MAX_CPU_CALL_TOKENS = 4_096  # activations of more do not fit into a CPU's caches
+UNIGRAM_ALPHA = 1.0  # pseudo-count of additive smoothing
 
 
 class Windows(NamedTuple):
@@ -47,7 +50,6 @@ class Windows(NamedTuple):
     starts: Ints  # (B,): index of the first input token of each
     length: int  # input tokens of each
     n_unscored: int = 0  # leading targets that are not scored
-    lookback: int = 0  # tokens before the window, for n-gram models; -1 stands for none
 
 
 @dataclass(frozen=True)
@@ -222,27 +224,19 @@ def evaluate_tokens(
         ConfigError: the stride is out of range.
     """
     assert protocol == "blocks" or max_tokens is span is None
-    if len(tokens) < 2:
-        setting = {"test": "test_fraction=0.1", "mixture": "mixture_characters=20000"}.get(split)
-        if setting is not None:
-            raise TextError(
-                f"the run's text has no {split} split; evaluate another split, or train with "
-                f"-s text.{setting}"
-            )
-        what = "text" if split == "all" else f"{split} split"
-        raise TextError(f"the {what} is shorter than 2 characters; give a longer text")
-    n_inputs, block_size = len(tokens) - 1, model.block_size
+    _require_scorable(tokens, split)
+    n_inputs, block_size, lookback = len(tokens) - 1, model.block_size, 0
     if protocol == "blocks":
-        windows = block_windows(n_inputs, block_size, max_tokens, span, model.lookback)
+        windows = block_windows(n_inputs, block_size, max_tokens, span)
+        lookback = model.lookback
     elif protocol == "sliding":
         windows = sliding_windows(n_inputs, block_size, stride)
     else:
         block_size = min(block_size, NANOGPT_BLOCK)
         windows = nanogpt_windows(tokens, block_size, seed)
-    total = sum(len(starts) * (length - unscored) for starts, length, unscored, _ in windows)
-    with eval_mode(model):
-        batches = iter_losses(model, tokens, windows, dtype)
-        losses, sizes, n_correct, squares = _sum_by_block(batches, total, on_progress)
+    total = sum(len(starts) * (length - unscored) for starts, length, unscored in windows)
+    batches = iter_losses(model, tokens, windows, lookback, dtype)
+    losses, sizes, n_correct, squares = _sum_by_block(batches, total, on_progress)
     characters = int(sizes.sum())
     if not characters:
         raise TextError("no character begins in what is scored; give a longer text")
@@ -263,45 +257,21 @@ def evaluate_tokens(
     )
 
 
-def iter_log_probs(
-    model: LanguageModel,
-    tokens: Tokens,
-    protocol: Literal["blocks", "sliding"] = "blocks",
-    max_tokens: int | None = None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield log-probabilities (B, L, V) and targets (B, L) of one forward pass after another.
-
-    Its arguments are those of `evaluate_tokens`.
-    """
-    n_inputs, block_size = len(tokens) - 1, model.block_size
-    if protocol == "sliding":
-        windows = sliding_windows(n_inputs, block_size)
-    else:
-        windows = block_windows(n_inputs, block_size, max_tokens, lookback=model.lookback)
-    with eval_mode(model):
-        for logits, targets in _iter_logits(model, tokens, windows):
-            yield logits.log_softmax(dim=-1), targets
-
-
 def block_windows(
-    n_inputs: int,
-    block_size: int,
-    max_tokens: int | None = None,
-    span: int | None = None,
-    lookback: int = 0,
+    n_inputs: int, block_size: int, max_tokens: int | None = None, span: int | None = None
 ) -> list[Windows]:
     """Return blocks of T inputs, not overlapping, of all inputs or of those of `even_spans`.
 
-    The last block of each span may be shorter. Each has `lookback` tokens before it.
+    The last block of each span may be shorter.
     """
     starts, length = even_spans(n_inputs, span or block_size, max_tokens)
     n_blocks, rest = divmod(length, block_size)
     windows = []
     if n_blocks:
         firsts = (starts[:, None] + np.arange(n_blocks) * block_size).ravel()
-        windows.append(Windows(firsts, block_size, lookback=lookback))
+        windows.append(Windows(firsts, block_size))
     if rest:
-        windows.append(Windows(starts + n_blocks * block_size, rest, lookback=lookback))
+        windows.append(Windows(starts + n_blocks * block_size, rest))
     return windows
 
 
@@ -404,14 +374,26 @@ def _variance(block_losses: Floats, block_sizes: Floats) -> float:
     return float(((block_losses - block_sizes * mean) ** 2).sum())
 
 
+def _require_scorable(tokens: Tokens, split: str) -> None:
+    """Raise TextError if a split, or `all` of another text, has fewer than 2 tokens."""
+    if len(tokens) < 2:
+        what = "text" if split == "all" else f"{split} split"
+        raise TextError(
+            f"the {what} is shorter than 2 characters; give a longer text, or another split (test "
+            "needs training with -s text.test_fraction=0.1, mixture with -s "
+            "text.mixture_characters=20000)"
+        )
+
+
 def iter_losses(
     model: LanguageModel,
     tokens: Tokens,
     windows: Sequence[Windows],
+    lookback: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Iterator[Floats]:
     """Yield (3, B, L) of tokens: loss in nats, is predicted, is the first of a character."""
-    for logits, targets in _iter_logits(model, tokens, windows, dtype):
+    for logits, targets in iter_logits(model, tokens, windows, lookback, dtype):
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         correct = logits.argmax(dim=-1) == targets
         is_first = targets < model.first_continuation_id
@@ -421,22 +403,90 @@ def iter_losses(
 
 
 @torch.inference_mode()
-def _iter_logits(
+def iter_logits(
     model: LanguageModel,
     tokens: Tokens,
     windows: Sequence[Windows],
+    lookback: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits (B, L, V) and targets (B, L) of one forward pass after another."""
+    """Yield logits (B, L, V) and targets (B, L) of one forward pass after another.
+
+    The model is in evaluation mode, and its mode is restored at the end. `lookback` is the number
+    of tokens before each window that n-gram models read; -1 stands for none.
+    """
     device = model.device
     max_tokens = MAX_CPU_CALL_TOKENS if device.type == "cpu" else MAX_CALL_TOKENS
-    for starts, length, n_unscored, lookback in windows:
-        n_rows = min(MAX_LOGITS_BYTES // (4 * length * model.vocab_size), max_tokens // length)
-        step = max(1, n_rows)
-        for index in range(0, len(starts), step):
-            firsts = starts[index : index + step] - lookback
-            rows = torch.from_numpy(gather_rows(tokens, firsts, lookback + length)).to(device)
-            with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-                before, inputs = rows[:, :lookback], rows[:, lookback:-1]
-                logits = model(inputs, before=before) if lookback else model(inputs)
-            yield logits[:, n_unscored:].float(), rows[:, lookback + 1 + n_unscored :]
+    with eval_mode(model):
+        for starts, length, n_unscored in windows:
+            n_rows = min(MAX_LOGITS_BYTES // (4 * length * model.vocab_size), max_tokens // length)
+            for firsts in np.split(starts, np.arange(0, len(starts), max(1, n_rows))[1:]):
+                rows = gather_rows(tokens, firsts - lookback, lookback + length)
+                batch = torch.from_numpy(rows).to(device)
+                with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
+                    before, inputs = batch[:, :lookback], batch[:, lookback:-1]
+                    logits = model(inputs, before=before) if lookback else model(inputs)
+                yield logits[:, n_unscored:].float(), batch[:, lookback + 1 + n_unscored :]
+
+
+class Baselines:
+    """The baselines of a text, fitted to its training split.
+
+    `uniform`: ln V per token. `unigram` and `bigram`: frequencies in the training split, with 1
+    added to each character's count and 0.1 to each pair's. `6-gram`: `ngram`, by default
+    that of the last `ngram.MAX_TOKENS` tokens.
+    """
+
+    def __init__(self, corpus: Corpus, ngram: NGramLM | None = None) -> None:
+        self.tokenizer = corpus.tokenizer
+        self.token_counts = corpus.token_counts("train")  # (V,)
+        self.pair_counts = corpus.pair_counts("train")
+        self.ngram = ngram or NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size)
+
+    def losses(
+        self, tokens: Tokens, *, max_tokens: int | None = None, span: int | None = None
+    ) -> dict[str, float]:
+        """Return the loss of each baseline in nats per character, by name; see `evaluate`."""
+        found = self.evaluate(tokens, max_tokens=max_tokens, span=span)
+        return {name: loss.nats_per_char for name, loss in found.items()}
+
+    def evaluate(
+        self, tokens: Tokens, *, max_tokens: int | None = None, span: int | None = None
+    ) -> dict[str, BaselineLoss]:
+        """Return the loss of each baseline, by name.
+
+        They score the characters that `evaluate_tokens` scores with the same arguments, each with
+        all of its context. `span`, the model's block size, is also the length of the blocks whose
+        losses are added up; `max_tokens` needs it.
+
+        Raises:
+            TextError: there are fewer than 2 tokens.
+        """
+        assert max_tokens is None or span is not None
+        _require_scorable(tokens, "all")
+        n_inputs = len(tokens) - 1
+        starts, length = even_spans(n_inputs, span or n_inputs, max_tokens)
+        n_earlier = NGRAM_ORDER - 2  # tokens of context before each span
+        rows = gather_rows(tokens, starts - n_earlier, length + n_earlier)
+        first, second = rows[:, n_earlier:-1].ravel(), rows[:, n_earlier + 1 :].ravel()
+        counts = self.token_counts + UNIGRAM_ALPHA
+        pair_log_probs = bigram_log_probs(self.pair_counts, first, second, BIGRAM_ALPHA)
+        losses = {  # of each token
+            "uniform": np.full(second.size, math.log(len(counts))),
+            "unigram": -np.log(counts / counts.sum())[second],
+            "bigram": -pair_log_probs,
+            NGRAM: self.ngram.losses(rows)[:, n_earlier:],
+        }
+
+        in_row = np.arange(0, length, span or length)  # first token of each block
+        blocks = (np.arange(len(rows))[:, None] * length + in_row).ravel()
+        block_sums = partial(np.add.reduceat, indices=blocks, dtype=np.float64)
+        sizes = block_sums(second < self.tokenizer.first_continuation_id)
+        n_characters = max(1, sizes.sum())
+        return {
+            name: BaselineLoss(
+                float(each.sum(dtype=np.float64)) / n_characters,
+                np.stack((block_sums(each.ravel()), sizes)),
+            )
+            for name, each in losses.items()
+        }

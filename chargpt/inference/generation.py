@@ -1,11 +1,21 @@
-"""Text generation: prefill a prompt, sample tokens (sampler.py), decode text, cut at stop strings.
+"""Text generation: prefill a prompt, sample tokens, decode text, cut at stop strings.
 
 The context is at most `block_size` tokens: of a longer prompt the last `block_size`. When the KV
 cache is full, its older half is evicted (decoders.py).
 
+A token is the inverse of the cumulative distribution at one uniform number, which is a function of
+(seed, sequence, position) alone. So the text of a sequence does not depend on how many are
+sampled together, except where rounding changes the logits.
+
+Filters, in this order: valid tokens (not the unknown one, and bytes only where they form valid
+UTF-8); temperature; top-k (the k most likely tokens); top-p (the smallest set of most likely tokens
+whose probabilities sum to at least p; Holtzman et al. 2020, section 3.1); min-p (tokens at least p
+times as likely as the most likely one).
+
 Shapes in this file: N = sequences sampled together, T = prompt length, V = vocabulary size.
 """
 
+import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,18 +23,20 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from threadpoolctl import threadpool_limits
 
 from chargpt.config import SampleConfig
-from chargpt.errors import ChargptError, ConfigError
+from chargpt.errors import ChargptError, ConfigError, OperationError
 from chargpt.inference.decoders import build_decoder
-from chargpt.inference.sampler import generate
-from chargpt.models import KVCache, LanguageModel, eval_mode
+from chargpt.models import LanguageModel, eval_mode
 from chargpt.store.run import Run, as_run
 from chargpt.text.tokenizer import CharTokenizer, Floats, Ints, Tokens, UnknownPolicy
 
 MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of sequences that are sampled together
+UNIFORMS_CHUNK = 256  # positions whose uniform numbers are computed together
+MIN_TEMPERATURE = 1e-100  # dividing differences of logits by it does not overflow
 
 
 def sample(
@@ -105,7 +117,8 @@ def _with_changes(
         raise ConfigError("mixture is not a setting; give chargpt.with_mixture(run) as the run")
     config = run.config.model_copy(update={"sample": options or run.config.sample})
     values = {f"sample.{key}": value for key, value in changes.items()}
-    return _with_seed(config.with_values(values).sample)
+    chosen = config.with_values(values).sample
+    return chosen.model_copy(update={"seed": _seed_of(chosen)})
 
 
 def stream_run(
@@ -118,24 +131,18 @@ def stream_run(
 ) -> Iterator[list[str]]:
     """Yield the continuations that `sample` returns, piece by piece as `stream_pieces` does.
 
-    Errors are those of `sample`, raised before the first piece.
+    Errors of the arguments are those of `sample`, raised at once.
     """
-    tokenizer = run.tokenizer
-    text = tokenizer.eos_token + options.prompt
-    prompt = tokenizer.encode(text, unknown=unknown or run.config.text.unknown)
-
-    def unigram() -> Ints | None:
-        with suppress(ChargptError):  # the text may have been deleted
-            return run.corpus().token_counts("train")
-        return None
-
+    if "" in options.stop:
+        raise ConfigError("a stop string is empty and would stop at once; give it a character")
+    text = run.tokenizer.eos_token + options.prompt
     return stream_pieces(
         run.model,
-        tokenizer,
-        prompt,
+        run.tokenizer,
+        run.tokenizer.encode(text, unknown=unknown or run.config.text.unknown),
         options,
         sequence_ids=sequence_ids,
-        unigram=unigram,
+        unigram=lambda: run.corpus().token_counts("train"),
         on_ended=on_ended,
     )
 
@@ -147,7 +154,7 @@ def stream_pieces(
     options: SampleConfig,
     *,
     sequence_ids: Sequence[int] | None = None,
-    unigram: Callable[[], Ints | None] = lambda: None,
+    unigram: Callable[[], Ints] | None = None,
     on_ended: Callable[[int], object] = lambda _: None,
 ) -> Iterator[list[str]]:
     """Yield the next piece of each sequence's text, a list of N pieces a step, without the prompt.
@@ -163,52 +170,45 @@ def stream_pieces(
             newline, or if the vocabulary has none, with a character sampled from `unigram`.
         options: sampling settings; `prompt` is not used.
         sequence_ids: numbers of the N sequences; 0 to `num_samples` - 1 by default.
-        unigram: returns the count of each token, (V,); None, the default, for uniform.
+        unigram: returns the count of each token, (V,); without it or its text, uniform.
         on_ended: called before each list with the number of sequences that have ended.
 
     Raises:
-        ConfigError: a stop string is empty.
         OperationError: the model's logits are not finite.
     """
-    if "" in options.stop:
-        raise ConfigError("a stop string is empty and would stop at once; give it a character")
     ids = range(options.num_samples) if sequence_ids is None else sequence_ids
-    options = _with_seed(options)
     prompt = np.asarray(prompt_ids).astype(np.int64)[-model.block_size :]
     prompt = prompt[np.argmax(prompt < model.first_continuation_id) :] if prompt.size else prompt
     if not prompt.size:
         prompt = tokenizer.encode(tokenizer.bos_text).astype(np.int64)
-    counts = None if prompt.size else unigram()
-
-    def pieces() -> Iterator[list[str]]:
-        sequences = [_SampledText(tokenizer, options) for _ in ids]
-        # threads of the BLAS spin while they wait: on a busy machine they slow a decode step
-        with eval_mode(model), threadpool_limits(1, user_api="blas"):
-            cache = model.new_cache(1)
-            if prompt.size:
-                logits = _prefill(model, prompt, cache)
-            else:
-                with np.errstate(divide="ignore"):
-                    logits = np.log(np.ones(tokenizer.vocab_size) if counts is None else counts)
-            decoder = build_decoder(model, len(ids), cache, max_threads=os.cpu_count() or 1)
-            for tokens in generate(decoder, logits, options, ids, tokenizer.valid_tokens):
-                pairs = zip(sequences, tokens.tolist(), strict=True)
-                step = [sequence.push(token) for sequence, token in pairs]
-                n_ended = sum(each.has_ended for each in sequences)
-                on_ended(n_ended)
-                yield step
-                if n_ended == len(sequences):
-                    return
-
-    return pieces()  # a generator of its own, so that errors of the arguments are raised at once
-
-
-@torch.inference_mode()
-def _prefill(model: LanguageModel, prompt: Tokens, cache: KVCache) -> Floats:
-    """Append the prompt, (T,), to an empty cache; return the logits of the next token, (V,)."""
-    tokens = torch.from_numpy(prompt)[None].to(model.device)
-    last: Floats = model(tokens, cache)[0, -1].float().cpu().numpy().astype(np.float64)
-    return last  # converted on the CPU because a device may lack float64
+    sequences = [_SampledText(tokenizer, options) for _ in ids]
+    # threads of the BLAS spin while they wait: on a busy machine they slow a decode step
+    with eval_mode(model), threadpool_limits(1, user_api="blas"):
+        cache = model.new_cache(1)
+        first = np.zeros(tokenizer.vocab_size)  # logits of the first token, (V,)
+        if prompt.size:
+            with torch.inference_mode():
+                last = model(torch.from_numpy(prompt)[None].to(model.device), cache)[0, -1]
+                first = last.float().cpu().numpy()
+        elif unigram is not None:
+            with suppress(ChargptError), np.errstate(divide="ignore"):  # the text may be deleted
+                first = np.log(unigram())
+        decoder = build_decoder(model, len(ids), cache, max_threads=os.cpu_count() or 1)
+        logits = np.tile(first.astype(np.float64), (len(ids), 1))  # (N, V)
+        valid, states = tokenizer.valid_tokens, np.zeros(len(ids), dtype=np.int64)
+        is_restricted = not valid.allowed.all()
+        for numbers in uniforms(_seed_of(options), ids):
+            allowed = valid.allowed[states] if is_restricted else None
+            tokens = sample_tokens(filter_probs(logits, options, allowed), numbers)  # (N,)
+            pairs = zip(sequences, tokens.tolist(), strict=True)
+            step = [sequence.push(token) for sequence, token in pairs]
+            n_ended = sum(each.has_ended for each in sequences)
+            on_ended(n_ended)
+            yield step
+            if n_ended == len(sequences):
+                return
+            states = valid.next_state[states, tokens]
+            logits = decoder.step(tokens).astype(np.float64)
 
 
 class _SampledText:
@@ -244,8 +244,91 @@ class _SampledText:
         return piece
 
 
-def _with_seed(options: SampleConfig) -> SampleConfig:
-    """Return the settings with a random seed if they have none."""
-    if options.seed is not None:
-        return options
-    return options.model_copy(update={"seed": secrets.randbits(63)})
+def _seed_of(options: SampleConfig) -> int:
+    """Return the seed of the settings, a random one if they have none."""
+    return secrets.randbits(63) if options.seed is None else options.seed
+
+
+def filter_probs(
+    logits: Floats, options: SampleConfig, allowed: npt.NDArray[np.bool_] | None = None
+) -> Floats:
+    """Return unnormalised probabilities after all filters, (N, V), 0 for tokens not `allowed`.
+
+    Raises:
+        OperationError: the logits are not finite.
+    """
+    if allowed is not None:
+        logits = np.where(allowed, logits, -math.inf)
+    maximum = max_logits(logits)
+    if options.temperature == 0:
+        one_hot = np.zeros_like(logits)
+        one_hot[np.arange(len(logits)), logits.argmax(axis=1)] = 1
+        return one_hot
+    probs = logits - maximum
+    probs /= max(options.temperature, MIN_TEMPERATURE)
+    np.exp(probs, out=probs)
+    if options.top_k is not None or options.top_p is not None:
+        probs *= _top_mask(probs, options.top_k, options.top_p)
+    if options.min_p is not None:
+        probs *= probs >= options.min_p  # the most likely token has 1
+    return probs
+
+
+def max_logits(logits: Floats) -> Floats:
+    """Return the maximum of each row, (N, V) -> (N, 1).
+
+    Raises:
+        OperationError: a maximum is not finite.
+    """
+    maximum: Floats = np.maximum.reduce(logits, axis=1, keepdims=True)  # faster than `logits.max`
+    if not math.isfinite(np.add.reduce(maximum, axis=None)):
+        raise OperationError(
+            "the model's predictions are not finite numbers, so its training diverged; "
+            "use an earlier checkpoint, or train again with a lower optim.lr"
+        )
+    return maximum
+
+
+def _top_mask(probs: Floats, top_k: int | None, top_p: float | None) -> npt.NDArray[np.bool_]:
+    """Return which tokens pass top-k and then top-p, (N, V)."""
+    order = np.argsort(-probs, axis=1, kind="stable")
+    ranked = np.take_along_axis(probs, order, axis=1)
+    if top_k is not None:
+        ranked[:, top_k:] = 0
+    passes = ranked > 0
+    if top_p is not None and top_p < 1:
+        before = ranked.cumsum(axis=1) - ranked  # total of the more likely tokens
+        passes &= before < top_p * ranked.sum(axis=1, keepdims=True)
+    mask = np.zeros_like(passes)
+    np.put_along_axis(mask, order, passes, axis=1)
+    return mask
+
+
+def sample_tokens(probs: Floats, numbers: Floats) -> Tokens:
+    """Return one token a row of unnormalised probabilities (N, V), by inverse transform sampling.
+
+    Each row has a probability above 0. The uniform numbers and the result are (N,).
+    """
+    cumulative = np.add.accumulate(probs, axis=1)  # (N, V)
+    thresholds = numbers * cumulative[:, -1]  # (N,)
+    # With <=, a token of probability 0 is an empty interval and is never chosen.
+    tokens: Tokens = np.add.reduce(cumulative <= thresholds[:, None], axis=1)
+    return tokens
+
+
+def uniforms(seed: int, sequence_ids: Sequence[int]) -> Iterator[Floats]:
+    """Yield a uniform number in [0, 1) for each sequence, (N,), position after position.
+
+    Raw bits of Philox keyed by (seed, sequence), which are the same in every version of numpy. The
+    counter starts elsewhere than that of the training batches, so that no numbers are shared.
+    """
+    generators = [
+        np.random.Philox(
+            counter=np.array([0, 0, 0, 1], dtype=np.uint64),
+            key=np.array([seed, sequence], dtype=np.uint64),
+        )
+        for sequence in sequence_ids
+    ]
+    while True:
+        bits = np.stack([source.random_raw(UNIFORMS_CHUNK) for source in generators], axis=1)
+        yield from (bits >> np.uint64(11)) * 2.0**-53  # (positions, N)

@@ -4,16 +4,16 @@ Shapes in this file: N = characters.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from chargpt.device import require_memory
 from chargpt.errors import NOT_FINITE, OperationError, TextError
-from chargpt.inference.evaluation import OnProgress, Windows, iter_losses, sliding_windows
-from chargpt.models import LanguageModel, eval_mode
+from chargpt.inference.evaluation import OnProgress, iter_losses, sliding_windows
 from chargpt.store.run import Run, as_run
 from chargpt.text.corpus import document_ends
 from chargpt.text.source import require_text
@@ -104,7 +104,7 @@ def score(
     if adaptive_losses:
         losses_of, protocol = adaptive_losses, "adaptive"
     elif tokenizer.eos_token == "\n":
-        losses_of, protocol = document_losses, "documents"
+        losses_of, protocol = partial(token_losses, by_document=True), "documents"
         if tokens[-1] != tokenizer.eos_token_id:
             text += "\n"
             tokens = np.append(tokens, tokenizer.encode("\n"))
@@ -124,41 +124,36 @@ def score(
     return Scored(text, bits, protocol, len(found), skipped)
 
 
-def token_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: None) -> Floats:
-    """Return the loss of each token but the first in nats, (tokens - 1,), by `sliding`."""
-    windows = sliding_windows(len(tokens) - 1, run.model.block_size)
-    return _losses_by_token(run.model, tokens, windows, on_progress)
+def token_losses(
+    run: Run,
+    tokens: Tokens,
+    on_progress: OnProgress = lambda *_: None,
+    *,
+    by_document: bool = False,
+) -> Floats:
+    """Return the loss of each token but the first in nats, (tokens - 1,), by `sliding`.
 
-
-def document_losses(run: Run, tokens: Tokens, on_progress: OnProgress = lambda *_: None) -> Floats:
-    """Return the loss of each token but the first in nats, (tokens - 1,), of single documents.
-
-    The tokens begin with the EOS token and end with one. The context of a document begins with the
-    EOS token before it, as in sampling; one that is longer than a block is scored by `sliding`.
+    By document, the tokens begin with the EOS token and end with one. The context of a document
+    begins with the EOS token before it, as in sampling; one that is longer than a block is scored
+    by `sliding`.
     """
-    ends = document_ends(tokens, run.tokenizer.eos_token_id)
+    ends = np.array([1, len(tokens)])
+    if by_document:
+        ends = document_ends(tokens, run.tokenizer.eos_token_id)
     starts, lengths = ends[:-1] - 1, np.diff(ends)
     windows = []
     for length in np.unique(lengths).tolist():  # documents of equal length form batches
         firsts = starts[lengths == length, None]
         parts = sliding_windows(length, run.model.block_size)
         windows += [part._replace(starts=(firsts + part.starts).ravel()) for part in parts]
-    return _losses_by_token(run.model, tokens, windows, on_progress)
-
-
-def _losses_by_token(
-    model: LanguageModel, tokens: Tokens, windows: Sequence[Windows], on_progress: OnProgress
-) -> Floats:
-    """Return the loss of each token but the first in nats, (tokens - 1,): each is scored once."""
     scored = [
         (starts[:, None] + np.arange(n_unscored, length)).ravel()
-        for starts, length, n_unscored, _ in windows
+        for starts, length, n_unscored in windows
     ]
-    order, done = np.concatenate(scored), 0
+    order, done = np.concatenate(scored), 0  # each token is scored once
     found = np.empty(len(order))
-    with eval_mode(model):
-        for losses, _, _ in iter_losses(model, tokens, windows):
-            found[order[done : done + losses.size]] = losses.ravel()
-            done += losses.size
-            on_progress(done, len(found))
+    for losses, _, _ in iter_losses(run.model, tokens, windows):
+        found[order[done : done + losses.size]] = losses.ravel()
+        done += losses.size
+        on_progress(done, len(found))
     return found

@@ -209,10 +209,10 @@ def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
     """Return an untrained model for `vocab_size` tokens, on the CPU, in float32.
 
     Raises:
-        ConfigError: it is a bigram model of more than `bigram.MAX_VOCAB_SIZE` tokens.
+        ConfigError: it is a bigram model of more than `ngram.MAX_BIGRAM_VOCAB_SIZE` tokens.
     """
     if config.kind == "bigram":
-        from chargpt.models.bigram import BigramLM
+        from chargpt.models.ngram import BigramLM
 
         return BigramLM(vocab_size, config.block_size)
     if config.kind == "gpt2":

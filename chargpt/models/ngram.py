@@ -1,4 +1,4 @@
-"""The n-gram baseline: interpolated Kneser-Ney.
+"""The n-gram baselines: interpolated Kneser-Ney; a bigram, trained or from smoothed counts.
 
     p_k(w | h) = (max(c(h w) - d, 0) + d t(h) p_{k-1}(w | h')) / c(h)
 
@@ -15,10 +15,9 @@ that order. Its code is (id of its first k - 1 tokens) * V + (its last token), s
 binary search for any vocabulary size.
 
 Shapes in this file: N = tokens of the training text, V = vocabulary size, G = distinct n-grams of
-order k, P = those of order k - 1, B = batch, T = tokens.
+order k, P = those of order k - 1, B = batch, T = tokens; of `bigram_log_probs`, N = pairs.
 """
 
-from collections.abc import Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -26,29 +25,41 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from chargpt.config import MAX_BLOCK_SIZE
+from chargpt.errors import ConfigError
 from chargpt.models import KVCache, LanguageModel
-from chargpt.text.tokenizer import Ints, Tokens
+from chargpt.text.corpus import PairCounts
+from chargpt.text.tokenizer import Floats, Ints, Tokens
 
 NGRAM_ORDER = 6  # higher orders gain nothing on texts of a million characters
+NGRAM = f"{NGRAM_ORDER}-gram"
 MAX_TOKENS = 4_000_000  # counted tokens: a second of work
 MAX_TABLE_ENTRIES = 50_000_000  # of the table of contexts: 200 MB
+MAX_BIGRAM_VOCAB_SIZE = 20_000
+BIGRAM_ALPHA = 0.1  # pseudo-count of additive smoothing
 UNSEEN = -1  # id of an n-gram that the training text does not contain
 
 
 class NGramLM(LanguageModel):
     """Interpolated n-gram model; `fit` estimates it from a text."""
 
-    table: Tensor | None  # (contexts, V): probabilities of the first `n_tabulated` orders
-    n_tabulated = 0
+    table: Tensor  # (contexts, V): probabilities of the first `n_tabulated` orders
+    n_tabulated = 1
 
     def __init__(self, vocab_size: int, block_size: int, orders: "list[NGramOrder]") -> None:
         super().__init__(vocab_size, block_size)
         self.orders = cast("list[NGramOrder]", nn.ModuleList(orders))  # of order 1, 2, and so on
-        self.register_buffer("table", None)
+        unigram = torch.full((1, vocab_size), 1 / vocab_size)
+        orders[0].interpolate(unigram, torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("table", unigram, persistent=False)
 
     @classmethod
     def fit(
-        cls, tokens: Tokens, vocab_size: int, block_size: int, order: int = NGRAM_ORDER
+        cls,
+        tokens: Tokens,
+        vocab_size: int,
+        block_size: int = MAX_BLOCK_SIZE,
+        order: int = NGRAM_ORDER,
     ) -> "NGramLM":
         """Return the model estimated from token ids (N,).
 
@@ -98,9 +109,6 @@ class NGramLM(LanguageModel):
     def probs(self, tokens: Tensor) -> Tensor:
         """Return the probabilities (B, T, V) of the next token after each of tokens (B, T)."""
         contexts = self.contexts(tokens)
-        if self.table is None:
-            *_, probs = self.iter_probs(contexts)
-            return probs
         row, first_row = torch.zeros_like(tokens), 1
         for order, context in zip(self.orders, contexts[1 : self.n_tabulated], strict=False):
             row = torch.where(context == UNSEEN, row, context + first_row)
@@ -117,15 +125,6 @@ class NGramLM(LanguageModel):
             found.append(order.find(_previous(found[-1], k), tokens))
         return found
 
-    def iter_probs(self, contexts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield p_1, p_2, ... (B, T, V) after contexts (B, T): one tensor, changed in place."""
-        shape = contexts[0].shape
-        probs = self._unigram_probs().repeat(shape.numel(), 1)
-        yield probs.view(*shape, self.vocab_size)
-        for order, context in zip(self.orders[1:], contexts[1:], strict=True):
-            order.interpolate(probs, context.flatten())
-            yield probs.view(*shape, self.vocab_size)
-
     def build_table(self) -> None:
         """Precompute the probabilities after every seen context, of as many orders as fit.
 
@@ -134,9 +133,7 @@ class NGramLM(LanguageModel):
         """
         n_contexts = np.cumsum([1, *(len(order.codes) for order in self.orders[:-1])])
         self.n_tabulated = int((n_contexts * self.vocab_size <= MAX_TABLE_ENTRIES).sum())
-        if self.n_tabulated == 0:
-            return
-        table = [self._unigram_probs()]  # (contexts of one length, V) each
+        table = [self.table[:1]]  # (contexts of one length, V) each
         suffix = torch.zeros_like(self.orders[0].last)  # ids of contexts without their first token
         for k, order in enumerate(self.orders[1 : self.n_tabulated]):
             if k > 0:
@@ -159,13 +156,6 @@ class NGramLM(LanguageModel):
             discounted_prob = order.discounted_prob[ids.clamp(min=0)] * (ids != UNSEEN)
             prob = backoff_weight * prob + discounted_prob
         return -prob[:, 1:].log().cpu().numpy()
-
-    def _unigram_probs(self) -> Tensor:
-        """Return the probabilities (1, V) after the empty context."""
-        first = self.orders[0]
-        probs = first.discounted_prob.new_full((1, self.vocab_size), 1 / self.vocab_size)
-        first.interpolate(probs, first.codes.new_zeros(1))
-        return probs
 
     def new_cache(self, batch_size: int) -> KVCache:
         """Return a cache of token ids."""
@@ -230,3 +220,51 @@ def _previous(ids: Tensor, k: int) -> Tensor:
     """Return ids (B, T) of n-grams of k tokens shifted right by one: the context of each token."""
     first = ids.new_full((ids.size(0), 1), 0 if k == 0 else UNSEEN)  # no token comes before
     return torch.cat((first, ids[:, :-1]), dim=1)  # (B, T)
+
+
+class BigramLM(LanguageModel):
+    """logits = table[token]; trained by gradient descent."""
+
+    def __init__(self, vocab_size: int, block_size: int, init_std: float = 0.0) -> None:
+        """Initialise the table from a normal distribution; with `init_std` 0 the loss is ln V.
+
+        Raises:
+            ConfigError: the vocabulary is larger than MAX_BIGRAM_VOCAB_SIZE.
+        """
+        if vocab_size > MAX_BIGRAM_VOCAB_SIZE:
+            raise ConfigError(
+                f"a bigram table for {vocab_size:,} characters would take "
+                f"{vocab_size**2 * 4:,} bytes; raise text.min_count until at most "
+                f"{MAX_BIGRAM_VOCAB_SIZE:,} characters are left"
+            )
+        super().__init__(vocab_size, block_size)
+        self.table = nn.Embedding(vocab_size, vocab_size)
+        nn.init.normal_(self.table.weight, std=init_std)
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        tokens = self.check_tokens(tokens, cache, any_length=cache is None)
+        if cache is not None:
+            cache.advance(tokens.size(1))
+        logits: Tensor = self.table(tokens)  # (B, T, V)
+        return logits
+
+    def new_cache(self, batch_size: int) -> KVCache:
+        """Return a cache without layers: only its length is used."""
+        weight = self.table.weight
+        return KVCache((0, batch_size, 1, self.block_size, 1), weight.dtype, weight.device)
+
+
+def bigram_log_probs(fitted: PairCounts, first: Tokens, second: Tokens, alpha: float) -> Floats:
+    """Return log((count + alpha) / (row sum + alpha V)) of tokens `second` after `first`, (N,).
+
+    `alpha`, the pseudo-count of additive smoothing, is above 0.
+    """
+    vocab_size = fitted.vocab_size
+    row_sums = np.bincount(fitted.first, weights=fitted.counts, minlength=vocab_size)
+    # A last entry that equals no pair, for pairs beyond all fitted ones.
+    codes = np.append(fitted.first * vocab_size + fitted.second, -1)
+    counts = np.append(fitted.counts, 0)
+    wanted = first * vocab_size + second
+    index = np.searchsorted(codes[:-1], wanted)
+    found = np.where(codes[index] == wanted, counts[index], 0)
+    return np.log((found + alpha) / (row_sums[first] + alpha * vocab_size))

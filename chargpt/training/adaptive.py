@@ -17,8 +17,7 @@ from torch import Tensor
 
 from chargpt.inference.decoders import ModelDecoder
 from chargpt.inference.evaluation import OnProgress
-from chargpt.models.mixture import Mixture
-from chargpt.models.word_context import NO_TOKEN
+from chargpt.models.mixture import NO_TOKEN, Mixture
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import Floats, Tokens
 from chargpt.training.mixing import gate_data

@@ -25,7 +25,6 @@ from chargpt.config import Config, OptimConfig, SampleConfig
 from chargpt.device import can_capture, capture_graph, require_memory
 from chargpt.distributed import RankGroup
 from chargpt.errors import CaptureError, ConfigError
-from chargpt.inference.baselines import fit_ngram
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.models import LanguageModel, build_model, count_parameters, rotary_bytes
 from chargpt.models.kernels import MAX_PRODUCT_ROW_BYTES
@@ -122,8 +121,10 @@ class Learner:
         """The n-gram model of the soft targets, on the device; None if they have no weight."""
         if not self.train_config.ngram_target_weight:
             return None
-        ngram = self.given_ngram or fit_ngram(self.corpus)
-        if ngram.table is None:
+        ngram = self.given_ngram or NGramLM.fit(
+            self.corpus.split("train"), self.corpus.tokenizer.vocab_size
+        )
+        if ngram.n_tabulated == 1:
             ngram.build_table()  # before it is moved: scattered additions may be slow on a GPU
         return ngram.to(self.device)
 

@@ -14,7 +14,7 @@ from chargpt.device import choose_device
 from chargpt.distributed import init_process_group, is_main_rank
 from chargpt.errors import ConfigError, FinishedError, RunError, TextError
 from chargpt.files import exists
-from chargpt.inference.baselines import Baselines
+from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
 from chargpt.store.checkpoint import Checkpoint, name_of
 from chargpt.store.folder import RunFolder

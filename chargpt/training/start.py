@@ -26,7 +26,7 @@ from chargpt.distributed import (
 )
 from chargpt.errors import ConfigError, OperationError, RunError, Stopped, TextError
 from chargpt.files import exists
-from chargpt.inference.baselines import Baselines
+from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
 from chargpt.store.folder import RunFolder, has_checkpoint
 from chargpt.store.run import Run, load_run

@@ -61,7 +61,7 @@ class Trainer:
         folder: of checkpoints and metrics; None writes nothing.
         saved: a checkpoint to continue from.
         group: the ranks that train together.
-        ngram: what `fit_ngram` returned, for the soft targets, if already fitted.
+        ngram: the n-gram model of the training split, for the soft targets, if already fitted.
         base_run: the run that `train.from_run` names.
 
     Raises:

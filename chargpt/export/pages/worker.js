@@ -168,7 +168,7 @@ function follow(from, token) {  // the state of UTF-8 after a token, -1 where it
   return rule ? rule[3] : -1;
 }
 
-function sample(scores, from, uniform, { temperature, topK }) {  // as chargpt/inference/sampler.py
+function sample(scores, from, uniform, { temperature, topK }) {  // as chargpt/inference/generation.py
   let best = -1;
   const allowed = scores.map((_, token) => follow(from, token) >= 0 ? 1 : 0);
   for (let token = 0; token < V; token++) {
