@@ -320,7 +320,7 @@ class SampleConfig(Settings):
     """Number of samples."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """null: a new seed each time."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """End a text before any of these."""
 
 
