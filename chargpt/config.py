@@ -53,6 +53,7 @@ MESSAGES = {  # by pydantic's error type, where its own message is in Python's w
     "model_type": "expected a section with `key: value` lines",
     "tuple_type": "expected a list",
     "missing": "expected a pair",
+    "string_too_short": "expected one character or more",
     "too_long": "expected a pair",
 }
 NORM_EPS = 1e-6  # of every RMSNorm

@@ -111,7 +111,8 @@ def _name_of(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(get_args(annotation))
     if get_origin(annotation) is tuple:
-        return "list of texts" if get_args(annotation)[0] is str else "list of pairs"
+        item = get_args(annotation)[0]
+        return "list of pairs" if get_origin(item) is tuple else "list of texts"
     return TYPES[annotation]
 
 
