@@ -9,8 +9,8 @@ import pytest
 from conftest import Cli, refusal
 from starting import create_run
 
-from chargpt.cli.loop import StepView, describe_model, run_steps, show_plan
 from chargpt.cli.summary import show_result
+from chargpt.cli.train import StepView, describe_model, run_steps, show_plan
 from chargpt.config import Config, ModelConfig, TextConfig, load_config
 from chargpt.device import ThreadTuner
 from chargpt.store.folder import RunFolder

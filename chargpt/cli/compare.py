@@ -15,9 +15,8 @@ from chargpt.analysis.compare import Comparison, shared_text, undertrained
 from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
 from chargpt.analysis.result import MIN_RISE, loss_cells
 from chargpt.cli import console, options, tables
-from chargpt.cli.loop import run_steps, show_plan
-from chargpt.cli.progress import LoadingProgress, show_progress
 from chargpt.cli.signals import catch_signals
+from chargpt.cli.train import run_steps, show_plan
 from chargpt.config import Config
 from chargpt.errors import ConfigError, Stopped
 from chargpt.files import require_output
@@ -147,7 +146,7 @@ def compare_runs(paths: list[Path], device: str) -> Comparison:
 
         def show(unit: str, label: str) -> AbstractContextManager[OnProgress]:
             notice.cancel()  # the bar shows what takes time
-            return show_progress(unit, label)
+            return console.show_progress(unit, label)
 
         return comparison.compare_runs(paths, device, show)
 
@@ -159,7 +158,7 @@ def text_of_runs(config: Config, out: Path | None, name: str) -> Iterator[tuple[
     with (
         catch_signals(),
         output_folder(out, name) as folder,
-        shared_text(config, folder, LoadingProgress()) as corpus,
+        shared_text(config, folder, console.LoadingProgress()) as corpus,
     ):
         yield folder, corpus
 
@@ -206,7 +205,7 @@ def train_models(
                 corpus=corpus,
                 budget=budget,
                 max_tokens=max_tokens,
-                show_progress=show_progress,
+                show_progress=console.show_progress,
             )
         except (KeyboardInterrupt, Stopped):
             if any(is_run(path) for path in folder.glob("*")):

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options, runs
-from chargpt.cli.progress import show_progress
 from chargpt.device import memory_limit
 from chargpt.errors import ConfigError, RunError, TextError
 from chargpt.files import require_output, write_output
@@ -53,7 +52,7 @@ def compress(
     content = read_input(text, out, force=force)
     loaded = runs.load_named_run(run, checkpoint, "cpu", mixture=mixture or adaptive)
     decoder = partial(AdaptiveDecoder, loaded) if adaptive else None
-    with show_progress("character", "compressed") as on_progress:
+    with console.show_progress("character", "compressed") as on_progress:
         packed = pack(loaded, content, on_progress, unknown or "error", decoder)
     decoded = content.decode()
     runs.warn_of_own_text(loaded, str(text), decoded)
@@ -107,7 +106,7 @@ def decompress(
             "compressed it, or a copy of that run from before it was resumed"
         ) from None
     decoder = partial(AdaptiveDecoder, loaded) if kind == "adaptive" else None
-    with show_progress("character", "restored") as on_progress:
+    with console.show_progress("character", "restored") as on_progress:
         text = unpack(loaded, content, on_progress, decoder)
     write(text, out, force=force)
     print_sentence(f"{console.characters(len(text.decode()))}, {len(text):,} bytes", out)

@@ -11,7 +11,6 @@ import typer
 
 from chargpt.analysis.result import MIXTURE_LABEL, loss_cells
 from chargpt.cli import console, options, runs, tables
-from chargpt.cli.progress import show_progress
 from chargpt.errors import ConfigError, RunError
 from chargpt.inference import evaluation
 from chargpt.inference.evaluation import Evaluation, EvaluationProtocol
@@ -77,7 +76,7 @@ def evaluate(
 
     def measure(run: Run, name: str) -> Evaluation:
         """Evaluate a run with a progress bar."""
-        with show_progress("character", f"scored, {name}") as on_progress:
+        with console.show_progress("character", f"scored, {name}") as on_progress:
             result = evaluation.evaluate(
                 run, split, protocol, tokens=tokens, stride=stride, on_progress=on_progress
             )

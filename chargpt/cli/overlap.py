@@ -7,7 +7,6 @@ from typing import Any
 
 from chargpt.analysis.memorization import MIN_MATCH, OverlapReport, find_documents, measure_overlap
 from chargpt.cli import console, tables
-from chargpt.cli.progress import show_progress
 from chargpt.config import SampleConfig
 from chargpt.text.corpus import Corpus, Place
 from chargpt.text.display import display_text, whole_graphemes
@@ -56,7 +55,7 @@ def measure(corpus: Corpus, texts: list[str], sampling: SampleConfig) -> SampleO
     """Return the overlap of samples without their prompt, with progress on stderr."""
     finished = [text for text in texts if is_finished(text, sampling)]
     sampled = [text[len(sampling.prompt) :] for text in texts]
-    with show_progress("character", "of the training split") as on_progress:
+    with console.show_progress("character", "of the training split") as on_progress:
         report = measure_overlap(corpus, sampled, finished, on_progress)
     return SampleOverlap(corpus, report, finished)
 

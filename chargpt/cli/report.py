@@ -7,7 +7,6 @@ import typer
 
 from chargpt.analysis.report import write_report
 from chargpt.cli import console, options, runs
-from chargpt.cli.progress import show_progress
 from chargpt.files import is_open_descriptor, require_output
 
 
@@ -32,7 +31,7 @@ def report(
     if out is not None:
         require_output(out)
     loaded = runs.load_named_run(run, checkpoint, device)
-    with show_progress("section", "written") as on_progress:
+    with console.show_progress("section", "written") as on_progress:
         page = write_report(loaded, out, on_progress=on_progress)
     if page.is_file() and not is_open_descriptor(page):  # whose content is the page
         console.out(str(page))

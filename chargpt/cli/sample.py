@@ -13,7 +13,6 @@ import typer
 
 from chargpt.cli import console, options, runs
 from chargpt.cli.overlap import SampleOverlap, is_finished, mark, measure, print_overlap
-from chargpt.cli.progress import show_progress
 from chargpt.config import Config, SampleConfig, TextConfig, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, TextError
 from chargpt.inference.generation import sample as sample_texts
@@ -128,7 +127,9 @@ def sample(
     else:
         corpus = loaded.corpus() if overlap else None  # an error before the work
         ends_early = settings.stop or loaded.tokenizer.eos_token  # progress then counts samples
-        with show_progress("sample" if ends_early else "character", "generated") as on_progress:
+        with console.show_progress(
+            "sample" if ends_early else "character", "generated"
+        ) as on_progress:
             texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
         measured = measure(corpus, texts, settings) if corpus else None
         if json_:

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options, runs, tables
-from chargpt.cli.progress import show_progress
 from chargpt.errors import MissingTextError
 from chargpt.inference import scoring
 from chargpt.text.prepare import read_text
@@ -62,7 +61,7 @@ def score(
             f"scored as it stands, with the separators of documents (text.documents={separator!r}) "
             "as text; chargpt evaluate --text ends documents there, as training did"
         )
-    with show_progress("character", "scored") as on_progress:
+    with console.show_progress("character", "scored") as on_progress:
         scored = scoring.score(
             loaded,
             content,

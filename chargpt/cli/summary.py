@@ -6,7 +6,6 @@ from dataclasses import asdict
 from chargpt.analysis.report import write_report
 from chargpt.analysis.result import RunScores, evaluate_run, summarize
 from chargpt.cli import console, tables
-from chargpt.cli.progress import show_progress
 from chargpt.errors import ChargptError, Stopped
 from chargpt.files import exists
 from chargpt.store.layout import MIXTURE_FILE
@@ -119,7 +118,7 @@ def print_result(
 def show_report(session: Session, best: Run, scores: RunScores, *, json_: bool) -> None:
     """Write the report page and print where it is."""
     try:
-        with show_progress("section", "of the report") as on_progress:
+        with console.show_progress("section", "of the report") as on_progress:
             corpus = session.trainer.corpus
             page = write_report(best, corpus=corpus, scores=scores, on_progress=on_progress)
     except (ChargptError, OSError) as error:  # the run itself is complete and saved
