@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +19,6 @@ from chargpt.cli.signals import catch_signals
 from chargpt.cli.train import run_steps, show_plan
 from chargpt.config import Config
 from chargpt.errors import ConfigError, Stopped
-from chargpt.files import require_output
-from chargpt.inference.evaluation import OnProgress
 from chargpt.store.layout import is_readable_run, is_run
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import find_text
@@ -88,7 +86,7 @@ def compare(
     """
     if plot is not None:
         plots.require_suffix(plot)
-        require_output(plot)
+    options.require_outputs(plot)
     if seeds > 1 and not ladder:
         raise ConfigError("--seeds applies only to --ladder; add --ladder")
     if ladder:
@@ -109,7 +107,9 @@ def compare(
         }
         options.reject(given, "applies to training, and these are runs")
         paths = list({path.resolve(): path for path in paths}.values())  # each run once
-        print_comparison(compare_runs(paths, device or "auto"), plot, json_=json_)
+        with console.say_if_slow("counting n-grams ..."):
+            result = comparison.compare_runs(paths, device or "auto", console.show_progress)
+        print_comparison(result, plot, json_=json_)
         return
     if len(paths) > 1:
         no_run = next(path for path in paths if not is_run(path))
@@ -124,31 +124,13 @@ def compare(
     if ladder:
         compare_rungs(with_measured_threads(request.resolved[0]), out, seeds, plot, json_=json_)
         return
-    result, folder, late = train_models(request, out, models or MODELS)
-    print_comparison(result, plot or folder / "curves.svg", json_=json_)
-    if late is not None:
-        console.say(late)
-    if not json_:
-        console.out(f"the runs are in {folder}; next:")
-        for name in result.curves:
-            console.out(f"  chargpt sample {shlex.quote(str(folder / name.split()[0]))}")
+    train_models(request, out, models or MODELS, plot, json_=json_)
 
 
 def runs_in(path: Path) -> list[Path]:
     """Return the runs in a folder, such as `compare --out` makes; another path itself."""
     inside = [] if is_run(path) else [each for each in path.glob("*") if is_readable_run(each)]
     return sorted(inside) or [path]
-
-
-def compare_runs(paths: list[Path], device: str) -> Comparison:
-    """Evaluate existing runs with progress bars."""
-    with console.say_if_slow("counting n-grams ...") as notice:
-
-        def show(unit: str, label: str) -> AbstractContextManager[OnProgress]:
-            notice.cancel()  # the bar shows what takes time
-            return console.show_progress(unit, label)
-
-        return comparison.compare_runs(paths, device, show)
 
 
 @contextmanager
@@ -164,13 +146,9 @@ def text_of_runs(config: Config, out: Path | None, name: str) -> Iterator[tuple[
 
 
 def train_models(
-    request: Request, out: Path | None, models: str
-) -> tuple[Comparison, Path, str | None]:
-    """Train and evaluate the models with progress bars.
-
-    Returns:
-        The result, the folder of the runs, and a sentence if a budget was exceeded.
-    """
+    request: Request, out: Path | None, models: str, plot: Path | None, *, json_: bool
+) -> None:
+    """Train and evaluate the models with progress bars, and print the comparison."""
     config, fixed_keys = request.resolved
     names = list(dict.fromkeys(name.strip() for name in models.split(",") if name.strip()))
     if not names:
@@ -179,20 +157,13 @@ def train_models(
         comparison.model_config(config, name)
         if out and (out / name).exists():
             raise ConfigError(f"{out / name} exists; name another folder with --out")
-    deadline = None
+    deadline, budget = None, None
     if request.budget is not None:
         deadline, fixed_keys = request.deadline()
     config = with_measured_threads(config)
-    sessions: list[Session] = []
-
-    def run_session(name: str, session: Session) -> None:
-        console.say(f"== {name} ==")
-        show_plan(session)
-        run_steps(session)
-        sessions.append(session)
-
     with text_of_runs(config, out, "compare") as (folder, corpus):
-        budget, max_tokens = None, comparison.MAX_TOKENS
+        path = shlex.quote(str(folder))
+        max_tokens = comparison.MAX_TOKENS
         try:
             if deadline is not None:
                 config, corpus, budget = plan_run(config, corpus, deadline, fixed_keys)
@@ -208,12 +179,23 @@ def train_models(
                 show_progress=console.show_progress,
             )
         except (KeyboardInterrupt, Stopped):
-            if any(is_run(path) for path in folder.glob("*")):
-                path = shlex.quote(str(folder))
+            if any(map(is_run, folder.glob("*"))):
                 console.say(f"the runs so far are in {path}; `chargpt compare {path}` scores them")
             raise
-    late = filter(None, (session.late_note() for session in sessions))
-    return result, folder, next(late, None)
+    print_comparison(result, plot or folder / "curves.svg", json_=json_)
+    if budget is not None and (late := budget.deadline.late_note()) is not None:
+        console.say(late)
+    if not json_:
+        console.out(f"the runs are in {folder}; next:")
+        for name in names:
+            console.out(f"  chargpt sample {shlex.quote(str(folder / name))}")
+
+
+def run_session(name: str, session: Session) -> None:
+    """Run all steps of a model with its plan and a progress bar."""
+    console.say(f"== {name} ==")
+    show_plan(session)
+    run_steps(session)
 
 
 def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> None:
@@ -273,11 +255,6 @@ def compare_rungs(
     config: Config, out: Path | None, n_seeds: int, plot: Path | None, *, json_: bool
 ) -> None:
     """Train the rungs with progress bars, draw them, and print the table or the JSON."""
-
-    def run_session(name: str, session: Session) -> None:
-        console.say(f"== {name} ==")
-        run_steps(session)
-
     with text_of_runs(config, out, "ladder") as (folder, corpus):
         ladder = run_ladder(config, folder, corpus, n_seeds, run_session)
     plot = plot or folder / "ladder.svg"

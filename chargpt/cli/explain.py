@@ -15,7 +15,7 @@ from chargpt.analysis.explain import AttentionMaps, Section, Subject, Table, cho
 from chargpt.analysis.page import render
 from chargpt.cli import console, options, runs, tables
 from chargpt.errors import ConfigError, RunError
-from chargpt.files import is_open_descriptor, require_output, write_output
+from chargpt.files import is_open_descriptor, write_output
 from chargpt.store.layout import is_run
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.prepare import load_corpus
@@ -55,9 +55,7 @@ def explain(
     Examples: `chargpt explain novel.txt`, `chargpt explain runs/novel --plot attention.png`,
     `chargpt explain runs/novel --section scaling --json`.
     """
-    for path in (plot, html):
-        if path is not None:
-            require_output(path)
+    options.require_outputs(plot, html)
     if plot is not None:
         plots.require_suffix(plot)
     settings = options.given_settings(set_, encoding=encoding, encoding_errors=encoding_errors)

@@ -38,7 +38,13 @@ COMMANDS = (
     "train sample evaluate compare score compress decompress explain report play export import "
     "runs verify doctor config data"
 ).split()
-MODULES = {"decompress": "compress", "import": "import_"}  # in `chargpt.cli`; else named like it
+MODULES = {  # in `chargpt.cli`; else named like the command
+    "decompress": "compress",
+    "import": "import_",
+    "play": "export",
+    "score": "evaluate",
+    "verify": "runs",
+}
 SETTINGS: dict[str, Any] = {
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
@@ -63,10 +69,10 @@ def load_command(name: str) -> Any:
     # on a busy machine the import of PyTorch takes seconds
     with console.say_if_slow("loading PyTorch ..."), handling(exit_at_once):
         module = import_module(f"chargpt.cli.{MODULES.get(name, name)}")
-    app = getattr(module, "app", None)
-    if app is None:
-        app = typer.Typer(add_completion=False, **SETTINGS)
-        app.command(name)(getattr(module, name))
+    if (function := getattr(module, name, None)) is None:
+        return typer.main.get_command(module.app)
+    app = typer.Typer(add_completion=False, **SETTINGS)
+    app.command(name)(function)
     return typer.main.get_command(app)
 
 

@@ -8,6 +8,7 @@ import typer
 
 from chargpt.config import parse_override
 from chargpt.errors import ConfigError
+from chargpt.files import require_output
 from chargpt.text.tokenizer import UnknownPolicy
 
 Seed = Annotated[
@@ -58,6 +59,10 @@ EncodingErrors = Annotated[
     ),
 ]
 Checkpoint = Annotated[str, typer.Option(metavar="best|latest|STEP", help="Which checkpoint.")]
+Page = Annotated[
+    Path | None,
+    typer.Option("-o", "--out", metavar="FILE", help="The page; by default one in the run."),
+]
 UnknownOption = Annotated[
     UnknownPolicy | None,
     typer.Option(help="What to do with characters outside the vocabulary; error by default."),
@@ -79,6 +84,13 @@ def command_group(help_: str) -> typer.Typer:
     return typer.Typer(
         help=help_, no_args_is_help=True, add_completion=False, rich_markup_mode=None
     )
+
+
+def require_outputs(*paths: Path | None) -> None:
+    """Check that the files named may be written, before the work for them."""
+    for path in paths:
+        if path is not None:
+            require_output(path)
 
 
 def reject(given: Mapping[str, object], cause: str) -> None:

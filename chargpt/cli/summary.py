@@ -7,8 +7,6 @@ from chargpt.analysis.report import write_report
 from chargpt.analysis.result import RunScores, evaluate_run, summarize
 from chargpt.cli import console, tables
 from chargpt.errors import ChargptError, Stopped
-from chargpt.files import exists
-from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.run import Run, load_run
 from chargpt.training.deadline import RESERVE
 from chargpt.training.finetune import forgetting
@@ -21,11 +19,9 @@ def show_result(session: Session, *, json_: bool = False) -> None:
     try:
         _show_result(session, json_=json_)
     except (KeyboardInterrupt, Stopped):
-        path = session.folder.path
-        missing = "its report" if exists(path / MIXTURE_FILE) else "a mixture or report"
         console.say(
-            f"the run is saved in {path}, without {missing}; `chargpt evaluate` measures the "
-            "run, `chargpt report` writes its report"
+            f"the run is saved in {session.folder.path}, its mixture or report may be missing; "
+            "`chargpt evaluate` measures the run, `chargpt report` writes its report"
         )
         raise
 
@@ -43,7 +39,10 @@ def _show_result(session: Session, *, json_: bool) -> None:
         forgotten = forgetting(session.base_run, best)
         if forgotten is not None:
             sentences.append(forgotten.describe(session.base_run))
-    sentences += describe_resumption(session)
+    if session.resumed_at is not None and (state.best_step or 0) <= session.resumed_at:
+        sentences.append(
+            f"The steps after {session.resumed_at:,} did not lower the validation loss."
+        )
     has_report = state.seconds >= RESERVE.min_report_budget
     if session.pace is not None:
         has_report = session.pace.deadline.has_report
@@ -72,14 +71,6 @@ def _show_result(session: Session, *, json_: bool) -> None:
         console.say(late)
 
 
-def describe_resumption(session: Session) -> list[str]:
-    """Return a sentence if the steps of a resumed run were in vain."""
-    best_step, resumed_at = session.trainer.state.best_step or 0, session.resumed_at
-    if resumed_at is None or best_step > resumed_at:
-        return []
-    return [f"The steps after {resumed_at:,} did not lower the validation loss."]
-
-
 def print_result(
     session: Session,
     scores: RunScores,
@@ -94,8 +85,7 @@ def print_result(
     """
     state, kind = session.trainer.state, session.trainer.config.model.kind
     tables.table(["model", "split", "nats/char", "bits/char", "perplexity"], scores.rows(kind))
-    for sentence in (f"Losses on {scores.scored_on}.", *sentences):
-        console.out_sentence(sentence)
+    console.out_sentence("\n".join([f"Losses on {scores.scored_on}.", *sentences]))
     best_step = f"the best checkpoint is step {state.best_step:,}"
     if state.best_step == 0:
         best_step = "no checkpoint is better than the weights at the start; commands use the last"
