@@ -40,15 +40,7 @@ def compare(
         str | None, typer.Option(metavar="NAMES", help=f"Models to train; {MODELS} by default.")
     ] = None,
     config: options.ConfigName = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--out",
-            metavar="FOLDER",
-            help="Where the runs go; a new folder in runs/ by default.",
-        ),
-    ] = None,
+    out: options.RunsOut = None,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -102,7 +94,7 @@ def compare(
             "-c": config,
             "--out": out,
             "--budget": budget,
-            "--ladder": ladder or None,
+            "--ladder": ladder,
             "-s (or --seed, --encoding, --encoding-errors)": settings,
         }
         options.reject(given, "applies to training, and these are runs")
@@ -283,27 +275,28 @@ def print_ladder(ladder: Ladder) -> None:
         title=f"{ladder.title}: loss on the first {ladder.characters:,} validation characters, "
         "protocol blocks",
     )
-    for result in ladder.results:
-        if result.gain is not None:
-            console.out_sentence(
-                f"{result.rung.name}: {describe_gain(result.gain)} ({result.rung.adds})"
-            )
-    console.out_sentence(
+    sentences = [
+        f"{result.rung.name}: {describe_gain(result.gain)} ({result.rung.adds})"
+        for result in ladder.results
+        if result.gain is not None
+    ]
+    sentences.append(
         f"one scaled attention head: {describe_gain(ladder.attention_gain)} than the bigram; "
         f"gpt: {describe_gain(ladder.total_gain)} than the bigram"
     )
     first = ladder.results[0]
     note = undertrained({first.rung.name: first.loss.value, **ladder.ngrams})
     if note is not None:
-        console.out_sentence(note)
+        sentences.append(note)
     if ladder.compressor_losses:
-        console.out_sentence(
+        sentences.append(
             "compressors: the size of both splits together minus that of the training split"
         )
     if len(first.nats) > 1:
-        console.out_sentence(
+        sentences.append(
             "±: half a 95% confidence interval (Student's t); gains are paired by seed"
         )
+    console.out_sentence("\n".join(sentences))
     for result in ladder.results:
         text = " / ".join(result.sample[:MAX_SAMPLE].split("\n"))
         console.out_sentence(f"-- {result.rung.name} --\n{text}")

@@ -58,15 +58,13 @@ def compress(
     runs.warn_of_own_text(loaded, str(text), decoded)
     lost = loaded.tokenizer.find_unknown(decoded)
     runs.say_unknown(loaded, lost, unknown)
-    write(packed, out, force=force)
     characters = len(decoded) - (len(lost) if unknown == "skip" else 0)
     size = f"{console.characters(characters)}, {len(content):,} bytes -> {len(packed):,} bytes"
     rate = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
     xz = ""
     if len(content) <= XZ_BYTES and not lost:
         xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"
-    say = console.say if str(out) == STDIN else console.out_sentence
-    say(f"{size}{rate}, with {HEADER.size} bytes of header{xz}")
+    write(packed, out, f"{size}{rate}, with {HEADER.size} bytes of header{xz}", force=force)
     folder = RunFolder(loaded.folder)
     if keep:
         folder.keep(loaded.step)
@@ -104,9 +102,8 @@ def decompress(
     decoder = partial(AdaptiveDecoder, loaded) if kind == "adaptive" else None
     with console.show_progress("character", "restored") as on_progress:
         text = unpack(loaded, content, on_progress, decoder)
-    write(text, out, force=force)
-    say = console.say if str(out) == STDIN else console.out_sentence
-    say(f"{console.characters(len(text.decode()))}, {len(text):,} bytes")
+    sentence = f"{console.characters(len(text.decode()))}, {len(text):,} bytes"
+    write(text, out, sentence, force=force)
 
 
 def read_input(path: Path, out: Path, *, force: bool) -> bytes:
@@ -129,13 +126,15 @@ def read_input(path: Path, out: Path, *, force: bool) -> bytes:
         ) from None
 
 
-def write(content: bytes, out: Path, *, force: bool) -> None:
-    """Write the result to a file or to standard output."""
+def write(content: bytes, out: Path, sentence: str, *, force: bool) -> None:
+    """Write the result to a file and a sentence to stdout; to stderr if stdout gets the result."""
     if str(out) != STDIN:
         write_output(out, content, force=force)
+        console.out_sentence(sentence)
         return
     try:
         sys.stdout.buffer.write(content)
         sys.stdout.flush()
     except BrokenPipeError:
         raise console.OutputClosed from None
+    console.say(sentence)

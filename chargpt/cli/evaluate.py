@@ -12,7 +12,7 @@ import typer
 
 from chargpt.analysis.result import MIXTURE_LABEL, loss_cells
 from chargpt.cli import console, options, runs, tables
-from chargpt.errors import ConfigError, RunError
+from chargpt.errors import RunError
 from chargpt.inference import evaluation, scoring
 from chargpt.inference.evaluation import Evaluation, EvaluationProtocol
 from chargpt.store.mixture import has_mixture
@@ -60,16 +60,15 @@ def evaluate(
     Examples: `chargpt evaluate`, `chargpt evaluate runs/novel --protocol sliding --json`,
     `chargpt evaluate runs/novel --text other.txt --unknown skip`.
     """
-    if stride is not None and protocol != "sliding":
-        raise ConfigError("--stride applies only to --protocol sliding; add that, or drop --stride")
-    if split is not None and text is not None:
-        raise ConfigError("--text is measured as a whole; drop --split, a part of the run's text")
+    if protocol != "sliding":
+        options.reject({"--stride": stride}, "applies only to --protocol sliding")
+    if text is not None:
+        options.reject({"--split": split}, "applies to the run's text, and --text is another")
     split = split or "val"
     wanted = options.given_settings(encoding=encoding, encoding_errors=encoding_errors)
-    if (wanted or unknown) and text is None:
-        raise ConfigError(
-            "--encoding, --encoding-errors and --unknown concern another text; name it with --text"
-        )
+    if text is None:
+        given = {"--encoding or --encoding-errors": wanted, "--unknown": unknown}
+        options.reject(given, "applies to another text of --text, and there is none")
     loaded = runs.load_named_run(run, checkpoint, device)
     tokens, found = None, ""
     if text is not None:  # read once: it may be standard input

@@ -21,6 +21,10 @@ RunPath = Annotated[Path, typer.Argument(help="The run's folder.")]
 RunOrNewest = Annotated[
     Path | None, typer.Argument(help="The run's folder. Without it: the newest run.")
 ]
+RunsOut = Annotated[
+    Path | None,
+    typer.Option("-o", "--out", metavar="RUN", help="The run's folder; by default one in runs/."),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -96,7 +100,7 @@ def require_outputs(*paths: Path | None) -> None:
 def reject(given: Mapping[str, object], cause: str) -> None:
     """Raise if an option in `given` has a value; `cause` says why it does not apply."""
     for name, value in given.items():
-        if value not in (None, [], (), {}):
+        if value:
             raise ConfigError(f"{name} {cause}; drop it")
 
 

@@ -115,10 +115,8 @@ def sample(
         prompt = readable_prompt(loaded, prompt, policy)
     config = sample_config(loaded.config, {**ctx.params, "prompt": prompt}, policy)
     if interactive:
-        if json_ or overlap or (num_samples or 1) > 1:
-            raise ConfigError(
-                "--interactive prints one text at a time; drop --json, --overlap and --num-samples"
-            )
+        given = {"--json": json_, "--overlap": overlap, "--num-samples": (num_samples or 1) > 1}
+        options.reject(given, "does not apply to --interactive, which prints one text at a time")
         interact(loaded, config)
         return
     settings = config.sample

@@ -38,12 +38,7 @@ def train(
         ),
     ] = None,
     config: options.ConfigName = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--out", metavar="RUN", help="The run's folder; a new one in runs/ by default."
-        ),
-    ] = None,
+    out: options.RunsOut = None,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -101,12 +96,10 @@ def train(
         start=start_mode(text, out, resume=resume, force=force),
         started=console.started,
     )
-    what = "the checkpoint" if request.start is StartMode.RESUME else "measuring the speed"
-    slow = f"reading the text and {what} ..."
     try:
         with (
             catch_signals(),
-            console.say_if_slow(slow) as notice,
+            console.say_if_slow("reading the text ...") as notice,
             open_session(request, console.LoadingProgress()) as session,
         ):
             notice.cancel()
