@@ -29,7 +29,7 @@ from chargpt.analysis.result import (
     evaluate_run,
     summarize,
 )
-from chargpt.cli import summary
+from chargpt.cli import report as report_command
 from chargpt.inference.baselines import NGRAM, Baselines
 from chargpt.inference.evaluation import BaselineLoss, Evaluation, evaluate_tokens
 from chargpt.store.folder import RunFolder
@@ -197,7 +197,7 @@ def test_a_long_training_writes_its_report(
     brief = cli("train", verse, *TINY, "--out", "brief")
     assert "chargpt report brief" in brief.stdout
     assert not Path("brief/report.html").exists()
-    monkeypatch.setattr(summary, "RESERVE", Reserve(min_report_budget=0))
+    monkeypatch.setattr(report_command, "RESERVE", Reserve(min_report_budget=0))
     long = cli("train", verse, *TINY, "--out", "long")
     assert "report: long/report.html" in long.stdout
     assert Path("long/report.html").exists()
@@ -208,7 +208,7 @@ def test_a_long_training_writes_its_report(
 def test_a_failed_report_does_not_fail_the_training(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(summary, "RESERVE", Reserve(min_report_budget=0))
+    monkeypatch.setattr(report_command, "RESERVE", Reserve(min_report_budget=0))
 
     monkeypatch.setattr("chargpt.files.write_atomically", failing(errno.ENOSPC))
     done = cli("train", verse, *TINY, "--out", "mine")

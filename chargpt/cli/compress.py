@@ -122,7 +122,8 @@ def read_input(path: Path, out: Path, *, force: bool) -> bytes:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise TextError(
-            f"{path} cannot be read ({reason}); name another file, or pipe its text in as `-`"
+            f"{path} cannot be read ({reason}); name another file or a part of it, or pipe a text "
+            "in and name it `-`"
         ) from None
 
 

@@ -116,15 +116,14 @@ def evaluate(
             facts["mixture"] = measured[MIXTURE_LABEL].as_dict()
         console.out_json(facts)
         return
-    show(loaded, measured, f"{name}, {'all of it' if text else f'{split} split'}")
-    console.out_sentence(
-        f"{console.characters(result.characters)} scored in {console.duration(seconds)} "
-        f"({console.short(result.characters / seconds)} characters/s) on {loaded.model.device.type}"
-    )
+    show(loaded, measured, f"{name}, {'all of it' if text else f'{split} split'}", seconds)
 
 
-def show(run: Run, measured: Mapping[str, Evaluation], title: str) -> None:
-    """Print what was measured of a run and its mixture: a table, and the losses of documents."""
+def show(run: Run, measured: Mapping[str, Evaluation], title: str, seconds: float) -> None:
+    """Print what was measured of a run and its mixture: a table, and the losses of documents.
+
+    `seconds`: that measuring the run took.
+    """
     result, *_ = measured.values()
     tables.table(
         ["model", "nats/char", "bits/char", "perplexity", "accuracy", "std error"],
@@ -148,6 +147,10 @@ def show(run: Run, measured: Mapping[str, Evaluation], title: str) -> None:
             command = f"chargpt score {shlex.quote(str(run.folder))} FILE"
             sentence = f"{sentence}; {command} scores each line on its own"
         console.out_sentence(sentence)
+    console.out_sentence(
+        f"{console.characters(result.characters)} scored in {console.duration(seconds)} "
+        f"({console.short(result.characters / seconds)} characters/s) on {run.model.device.type}"
+    )
     if result.protocol == "nanogpt":
         console.out_sentence("its random blocks overlap: the standard error is too small")
 

@@ -11,7 +11,6 @@ import typer
 from chargpt.cli import console, options, tables
 from chargpt.errors import ChargptError, RunError
 from chargpt.store import verify as checks
-from chargpt.store.layout import is_run
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run, open_run
@@ -37,17 +36,19 @@ def runs(
     if json_:
         console.out_json([as_json(run) for run in found])
         return
-    if not found and is_run(folder):
-        raise RunError(f"{folder} is a run itself; name the folder that it is in")
     if not found:
-        raise RunError(f"there is no run in {folder}; train one with `chargpt train`")
+        raise RunError(
+            f"there is no run in {folder}; train one with `chargpt train`, or name a folder of runs"
+        )
     tables.table(
         ["run", "text", "size", "progress", "nats/char", "saved"],
         [cells(run, folder) for run in found],
         text_column=1,  # so that the names of runs stay whole
     )
-    console.out_sentence("size: parameters; nats/char: lowest validation loss in training.")
-    console.out_sentence("Newest first. `chargpt compare RUN RUN` scores the same characters.")
+    console.out_sentence(
+        "size: parameters; nats/char: lowest validation loss in training.\n"
+        "Newest first. `chargpt compare RUN RUN` scores the same characters."
+    )
 
 
 def as_json(run: RunSummary) -> dict[str, object]:

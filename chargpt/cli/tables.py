@@ -11,7 +11,6 @@ from rich.text import Text
 from chargpt.cli import console
 
 MAX_WHOLE = 24  # characters of a cell that is not wrapped
-MIN_FIRST = 12  # characters that the first column always has room for
 
 
 def table(
@@ -41,8 +40,8 @@ def table(
             room = column[0].cell_len
             for cell in column:
                 cell.no_wrap, cell.overflow = True, "ellipsis"
-        elif is_first:
-            room = MIN_FIRST if text_column is None else longest
+        elif is_first and text_column is not None:
+            room = longest
         grid.add_column(
             column[0],
             justify="left" if is_first or is_text else "right",

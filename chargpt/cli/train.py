@@ -106,7 +106,7 @@ def train(
             show_plan(session)
             run_steps(session)
             if session.trainer.group.is_main:
-                from chargpt.cli.summary import show_result  # which would delay the first step
+                from chargpt.cli.report import show_result  # which would delay the first step
 
                 show_result(session, json_=json_)
             session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
@@ -234,7 +234,6 @@ def run_steps(session: Session) -> None:
             for report in session.reports(say_stopping):
                 view.show(report)
     except Stopped as stop:
-        say_lost_metrics(session)
         if stop.is_saved and trainer.finished:
             console.say(f"all steps are done and saved in {session.folder.path}")
         elif stop.is_saved:
@@ -243,10 +242,6 @@ def run_steps(session: Session) -> None:
             console.say(f"{trainer.last_checkpoint}; {resume}")
         stop.is_reported = stop.is_saved
         raise
-    say_lost_metrics(session)
-
-
-def say_lost_metrics(session: Session) -> None:
-    """Say if the last metrics are not written, although the checkpoint is saved."""
-    if (error := session.trainer.writer.disk_error) is not None:
-        console.say(f"the last metrics cannot be written ({error})")
+    finally:
+        if (error := trainer.writer.disk_error) is not None:
+            console.say(f"the last metrics cannot be written ({error})")
