@@ -234,6 +234,7 @@ def run_steps(session: Session) -> None:
             for report in session.reports(say_stopping):
                 view.show(report)
     except Stopped as stop:
+        say_lost_metrics(session)
         if stop.is_saved and trainer.finished:
             console.say(f"all steps are done and saved in {session.folder.path}")
         elif stop.is_saved:
@@ -242,6 +243,10 @@ def run_steps(session: Session) -> None:
             console.say(f"{trainer.last_checkpoint}; {resume}")
         stop.is_reported = stop.is_saved
         raise
-    finally:
-        if (error := trainer.writer.disk_error) is not None:
-            console.say(f"the last metrics cannot be written ({error})")
+    say_lost_metrics(session)
+
+
+def say_lost_metrics(session: Session) -> None:
+    """Say if the last metrics are not written, although the checkpoint is saved."""
+    if (error := session.trainer.writer.disk_error) is not None:
+        console.say(f"the last metrics cannot be written ({error})")
