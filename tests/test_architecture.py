@@ -122,10 +122,10 @@ def test_the_command_line_imports_at_the_top_of_its_files() -> None:
 def test_every_help_line_is_its_commands_docstring() -> None:
     for command in COMMANDS:
         module = import_module(f"chargpt.cli.{MODULES.get(command, command)}")
-        if hasattr(module, "app"):
-            assert module.app.info.help == help_line(command)
-        else:
+        if hasattr(module, command):
             assert getattr(module, command).__doc__.splitlines()[0] == help_line(command)
+        else:
+            assert module.app.info.help == help_line(command)
 
 
 def test_the_glossary_names_what_exists() -> None:

@@ -10,8 +10,8 @@ from conftest import Cli, refusal
 from starting import create_run, pace_of
 
 from chargpt.cli.console import short
-from chargpt.cli.loop import StepView, describe_model, run_steps, show_plan
-from chargpt.cli.summary import show_result
+from chargpt.cli.report import show_result
+from chargpt.cli.train import StepView, describe_model, run_steps, show_plan
 from chargpt.config import Config, ModelConfig, TextConfig, load_config
 from chargpt.device import ThreadTuner
 from chargpt.store.folder import RunFolder
@@ -109,7 +109,7 @@ def test_interrupting_the_closing_table_says_that_all_steps_are_saved(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("chargpt.cli.summary.load_run", interrupted)
+    monkeypatch.setattr("chargpt.cli.report.load_run", interrupted)
     settings = [word for setting in (*TINY, *STEPS) for word in ("-s", setting)]
     done = cli("train", verse, *settings, "--out", "mine")
     assert done.returncode == 130

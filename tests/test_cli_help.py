@@ -48,7 +48,7 @@ def test_the_help_pages_are_those_of_the_commands(
         assert "-\n" not in written  # an option or a word that is broken
         assert cli(command, "--help").stdout.split() == written.split()
         assert f"`chargpt {command}" in written or "COMMAND [ARGS]" in written, "an example"
-    monkeypatch.setattr("chargpt.cli.console.terminal_size", lambda _: (60, 24))
+    monkeypatch.setattr("chargpt.cli.console.terminal_width", lambda _: 60)
     assert cli("train", "--help").stdout.split() == page("train").split()
 
 

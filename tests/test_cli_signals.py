@@ -107,7 +107,7 @@ def test_a_closed_terminal_leaves_a_saved_run(verse: Path, tmp_path: Path) -> No
 
 
 def test_training_continues_after_stderr_is_closed(verse: Path, tmp_path: Path) -> None:
-    frequent = "from chargpt.cli import main, progress; progress.PLAIN_LINE_SECONDS = 0.1; "
+    frequent = "from chargpt.cli import main, console; console.PLAIN_LINE_SECONDS = 0.1; "
     program = f"-c {frequent}main.run()"
     process = start_training(verse, *LONG, cwd=tmp_path, program=program)
     assert process.stderr is not None

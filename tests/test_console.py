@@ -14,7 +14,7 @@ from conftest import Cli
 from rich.cells import cell_len
 from shared_runs import QUICK
 
-from chargpt.cli import console, progress, tables
+from chargpt.cli import console, tables
 
 
 def on_terminal(*arguments: str, cwd: Path) -> str:
@@ -88,8 +88,8 @@ def test_a_table_keeps_its_names_and_numbers_on_a_narrow_terminal(
 def test_progress_after_a_rollback_is_not_said_to_end_in_the_past(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bar = progress.ProgressBar(100, "step", initial=50)
-    monkeypatch.setattr(progress, "PLAIN_LINE_SECONDS", 0)
+    monkeypatch.setattr(console, "PLAIN_LINE_SECONDS", 0)
+    bar = console.ProgressBar("step", initial=50)
     bar.update(40, 100, lambda: "loss 2")
     bar.update(60, 100, lambda: "loss 1")
     back, on = capsys.readouterr().err.splitlines()
@@ -106,11 +106,14 @@ def test_a_bar_leaves_nothing_and_samples_above_it_keep_their_lines(
     sample, note = ("a word " * 20).strip(), ("a note " * 20).strip()
     with os.fdopen(other, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        bar = progress.ProgressBar(10, "step")
-        bar.update(10, 10, lambda: "loss 2")
-        bar.write(sample, is_sample=True)
-        bar.write(note)
-        bar.close()  # before the bar's delay is over
+        monkeypatch.setattr(console, "DELAY_SECONDS", 0)
+        monkeypatch.setattr(console, "REDRAW_SECONDS", 0)
+        bar = console.ProgressBar("step")
+        bar.update(9, 10, lambda: "loss 2")
+        console.say(sample, is_sample=True)
+        console.say(note)
+        bar.update(10, 10, lambda: "loss 1")
+        bar.close()
         console.say("== gpt ==")
         shown = ""
         while "== gpt ==\r\n" not in shown:
@@ -122,19 +125,26 @@ def test_a_bar_leaves_nothing_and_samples_above_it_keep_their_lines(
     assert re.search(r"100%[^\n]*\r {20,}\r== gpt ==\r\n$", shown), "the bar is still there"
 
 
-def test_the_loading_bar_takes_the_place_of_a_notice() -> None:
-    shown: list[str] = []
-    loading = progress.LoadingProgress(lambda: shown.append("bar"))
-    loading("reading", 1, 1000)  # too short for a bar
-    assert shown == []
-    for done in (1, 2):
-        loading("reading", done, loading.MIN_BYTES)
-    assert shown == ["bar"]
+def test_the_loading_bar_takes_the_place_of_a_notice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("DELAY_SECONDS", "NOTICE_SECONDS"):
+        monkeypatch.setattr(console, name, 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    loading = console.LoadingProgress()
+    for total, shown in ((1000, "a notice"), (loading.MIN_BYTES, "reading 1 byte of 50.0 MB")):
+        loading("reading", 1, total)  # the first is too short for a bar
+        with console.say_if_slow("a notice") as notice:
+            notice.join()
+        assert (printed := capsys.readouterr().err).count("a notice") == (shown == "a notice")
+        assert shown in printed
+    loading("reading", total, total)
+    assert capsys.readouterr().err.endswith("\r")
 
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(999, "999"), (999.4, "999"), (999.6, "1k"), (999_600, "1M"), (1e12, "1000G")],
+    [(999, "999"), (999.4, "999"), (999.6, "1k"), (999_600, "1M"), (1e12, "1T")],
 )
 def test_a_number_is_never_rounded_to_a_thousand_of_its_unit(count: float, text: str) -> None:
     assert console.short(count) == text

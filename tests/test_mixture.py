@@ -362,7 +362,7 @@ def test_a_kept_mixture_is_not_replaced_when_the_run_goes_on(copy: Path, cli: Cl
     arrays["fingerprint"] = arrays["fingerprint"][::-1].copy()  # as if it were another checkpoint's
     safetensors.numpy.save_file(arrays, Path("run", MIXTURE_FILE))
     lost = refusal(cli("decompress", "run", "t.cgpt", "c.txt"))
-    assert "compressed with the mixture of step 40, which has been replaced since" in lost
+    assert "compressed with step 40 of a run, but the mixture of run is that of step" in lost
 
 
 def test_a_budget_with_too_little_time_or_text_has_no_mixture(

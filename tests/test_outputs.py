@@ -294,7 +294,12 @@ def test_several_trainings_at_once_each_get_a_folder(verse: Path, tmp_path: Path
         ("two  spaces", 20, ["two  spaces"]),
     ],
 )
-def test_a_paragraph_is_broken_at_spaces_only(text: str, width: int, lines: list[str]) -> None:
-    assert console.fill(text, width).split("\n") == lines
-    indented = console.fill(text, width + 2, "  ", "  ").split("\n")
-    assert indented == [f"  {line}" for line in lines]
+def test_a_paragraph_is_broken_at_spaces_only(
+    text: str, width: int, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for indent in ("", "  "):
+        columns = width + len(indent)
+        monkeypatch.setattr(console, "terminal_width", lambda _, columns=columns: columns)
+        shown = console.wrapped(text, sys.stdout, indent).split("\n")
+        assert shown == [f"{indent}{line}" for line in lines]

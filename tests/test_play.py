@@ -16,7 +16,7 @@ from conftest import WIDTHS, Cli
 from noise import fill_with_noise
 
 from chargpt import sample
-from chargpt.cli import play as play_command
+from chargpt.cli import export as export_commands
 from chargpt.config import Config
 from chargpt.errors import OperationError
 from chargpt.export import html
@@ -457,7 +457,7 @@ def test_the_command_writes_the_page_into_the_run_and_opens_it(
 ) -> None:
     save_run(tmp_path / "mine")
     opened: list[str] = []
-    monkeypatch.setattr(play_command.webbrowser, "open", lambda url: bool(opened.append(url)))
+    monkeypatch.setattr(export_commands.webbrowser, "open", lambda url: bool(opened.append(url)))
     done = cli("play", "mine", "--no-open")
     assert (done.returncode, done.stdout) == (0, "mine/play.html\n")
     assert "checked with chargpt's own runtime" in done.stderr

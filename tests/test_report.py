@@ -28,7 +28,7 @@ from chargpt.analysis.result import (
     evaluate_run,
     summarize,
 )
-from chargpt.cli import summary
+from chargpt.cli import report as report_command
 from chargpt.inference.evaluation import BaselineLoss, Baselines, Evaluation, evaluate_tokens
 from chargpt.models.ngram import NGRAM
 from chargpt.store.folder import RunFolder
@@ -195,7 +195,7 @@ def test_a_long_training_writes_its_report(
     brief = cli("train", verse, *TINY, "--out", "brief")
     assert "chargpt report brief" in brief.stdout
     assert not Path("brief/report.html").exists()
-    monkeypatch.setattr(summary, "MIN_REPORT_BUDGET", 0)
+    monkeypatch.setattr(report_command, "MIN_REPORT_BUDGET", 0)
     long = cli("train", verse, *TINY, "--out", "long")
     assert "report: long/report.html" in long.stdout
     assert Path("long/report.html").exists()
@@ -206,7 +206,7 @@ def test_a_long_training_writes_its_report(
 def test_a_failed_report_does_not_fail_the_training(
     cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(summary, "MIN_REPORT_BUDGET", 0)
+    monkeypatch.setattr(report_command, "MIN_REPORT_BUDGET", 0)
 
     monkeypatch.setattr("chargpt.files.write_atomically", failing(errno.ENOSPC))
     done = cli("train", verse, *TINY, "--out", "mine")

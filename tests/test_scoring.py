@@ -123,8 +123,6 @@ def test_lines_from_which_characters_were_left_out_say_so(cli: Cli, mixed_run: P
     assert lines["the Ω sea Ω"].endswith("\t2 left out")
     assert lines["the light"].endswith("\tthe light")
     assert "(2 left out) the Ω sea Ω" in cli(*words).stdout
-    message = refusal(cli("score", mixed_run, "the sea"))
-    assert f"to score a text itself, pipe it in: echo TEXT | chargpt score {mixed_run}" in message
 
 
 def test_a_table_of_lines_is_cut_where_it_says_so_and_shows_a_repeated_line_once(
@@ -141,13 +139,6 @@ def test_a_table_of_lines_is_cut_where_it_says_so_and_shows_a_repeated_line_once
     assert all(line.rstrip().endswith("…") for line in cut)
 
 
-def test_separators_of_documents_are_said_to_be_scored(cli: Cli) -> None:
-    Path("poems.txt").write_text("a\n%\nb\n%\n" * 300)
-    cli("train", "poems.txt", *QUICK, "-s", "text.documents=\n%\n", "--out", "poems")
-    said = " ".join(cli("score", "poems", "poems.txt").stderr.split())
-    assert "with the separators of documents" in said
-
-
 def test_the_command_ranks_lines_and_reads_standard_input(
     verse: Path, cli: Cli, mixed_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +146,7 @@ def test_the_command_ranks_lines_and_reads_standard_input(
     done = cli("score", "mine", verse, "--json")
     facts = json.loads(done.stdout)
     assert facts["characters"] == len(verse.read_text(encoding="utf-8"))
-    assert "is the text that the run was trained on" in done.stderr
+    assert "is in the text that the run was trained on" in done.stderr
     assert "was trained on" in cli("evaluate", "mine", "--text", verse).stderr
     of_number = {line["number"]: line for line in facts["lines"]}
     assert list(of_number) == sorted(of_number)

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -15,13 +15,10 @@ from chargpt.analysis.compare import Comparison, shared_text, undertrained
 from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
 from chargpt.analysis.result import MIN_RISE, loss_cells
 from chargpt.cli import console, options, tables
-from chargpt.cli.loop import run_steps, show_plan
-from chargpt.cli.progress import LoadingProgress, show_progress
 from chargpt.cli.signals import catch_signals
+from chargpt.cli.train import run_steps, show_plan
 from chargpt.config import Config
 from chargpt.errors import ConfigError, Stopped
-from chargpt.files import require_output
-from chargpt.inference.evaluation import OnProgress
 from chargpt.store.folder import is_readable_run, is_run
 from chargpt.text.corpus import Corpus
 from chargpt.text.source import find_text
@@ -42,15 +39,7 @@ def compare(
         str | None, typer.Option(metavar="NAMES", help=f"Models to train; {MODELS} by default.")
     ] = None,
     config: options.ConfigName = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--out",
-            metavar="FOLDER",
-            help="Where the runs go; a new folder in runs/ by default.",
-        ),
-    ] = None,
+    out: options.RunsOut = None,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -88,7 +77,7 @@ def compare(
     """
     if plot is not None:
         plots.require_suffix(plot)
-        require_output(plot)
+    options.require_outputs(plot)
     if seeds > 1 and not ladder:
         raise ConfigError("--seeds applies only to --ladder; add --ladder")
     if ladder:
@@ -104,12 +93,14 @@ def compare(
             "-c": config,
             "--out": out,
             "--budget": budget,
-            "--ladder": ladder or None,
+            "--ladder": ladder,
             "-s (or --seed, --encoding, --encoding-errors)": settings,
         }
         options.reject(given, "applies to training, and these are runs")
         paths = list({path.resolve(): path for path in paths}.values())  # each run once
-        print_comparison(compare_runs(paths, device or "auto"), plot, json_=json_)
+        with console.say_if_slow("counting n-grams ..."):
+            result = comparison.compare_runs(paths, device or "auto", console.show_progress)
+        print_comparison(result, plot, json_=json_)
         return
     if len(paths) > 1:
         no_run = next(path for path in paths if not is_run(path))
@@ -124,31 +115,13 @@ def compare(
     if ladder:
         compare_rungs(with_measured_threads(request.resolved[0]), out, seeds, plot, json_=json_)
         return
-    result, folder, late = train_models(request, out, models or MODELS)
-    print_comparison(result, plot or folder / "curves.svg", json_=json_)
-    if late is not None:
-        console.say(late)
-    if not json_:
-        console.out(f"the runs are in {folder}; next:")
-        for name in result.curves:
-            console.out(f"  chargpt sample {shlex.quote(str(folder / name.split()[0]))}")
+    train_models(request, out, models or MODELS, plot, json_=json_)
 
 
 def runs_in(path: Path) -> list[Path]:
     """Return the runs in a folder, such as `compare --out` makes; another path itself."""
     inside = [] if is_run(path) else [each for each in path.glob("*") if is_readable_run(each)]
     return sorted(inside) or [path]
-
-
-def compare_runs(paths: list[Path], device: str) -> Comparison:
-    """Evaluate existing runs with progress bars."""
-    with console.say_if_slow("counting n-grams ...") as notice:
-
-        def show(unit: str, label: str) -> AbstractContextManager[OnProgress]:
-            notice.cancel()  # the bar shows what takes time
-            return show_progress(unit, label)
-
-        return comparison.compare_runs(paths, device, show)
 
 
 @contextmanager
@@ -158,19 +131,15 @@ def text_of_runs(config: Config, out: Path | None, name: str) -> Iterator[tuple[
     with (
         catch_signals(),
         output_folder(out, name) as folder,
-        shared_text(config, folder, LoadingProgress()) as corpus,
+        shared_text(config, folder, console.LoadingProgress()) as corpus,
     ):
         yield folder, corpus
 
 
 def train_models(
-    request: Request, out: Path | None, models: str
-) -> tuple[Comparison, Path, str | None]:
-    """Train and evaluate the models with progress bars.
-
-    Returns:
-        The result, the folder of the runs, and a sentence if a budget was exceeded.
-    """
+    request: Request, out: Path | None, models: str, plot: Path | None, *, json_: bool
+) -> None:
+    """Train and evaluate the models with progress bars, and print the comparison."""
     config, fixed_keys = request.resolved
     names = list(dict.fromkeys(name.strip() for name in models.split(",") if name.strip()))
     if not names:
@@ -179,20 +148,13 @@ def train_models(
         comparison.model_config(config, name)
         if out and (out / name).exists():
             raise ConfigError(f"{out / name} exists; name another folder with --out")
-    deadline = None
+    deadline, budget = None, None
     if request.budget is not None:
         deadline, fixed_keys = request.deadline()
     config = with_measured_threads(config)
-    sessions: list[Session] = []
-
-    def run_session(name: str, session: Session) -> None:
-        console.say(f"== {name} ==")
-        show_plan(session)
-        run_steps(session)
-        sessions.append(session)
-
     with text_of_runs(config, out, "compare") as (folder, corpus):
-        budget, max_tokens = None, comparison.MAX_TOKENS
+        path = shlex.quote(str(folder))
+        max_tokens = comparison.MAX_TOKENS
         try:
             if deadline is not None:
                 config, corpus, budget = plan_run(config, corpus, deadline, fixed_keys)
@@ -205,15 +167,26 @@ def train_models(
                 corpus=corpus,
                 budget=budget,
                 max_tokens=max_tokens,
-                show_progress=show_progress,
+                show_progress=console.show_progress,
             )
         except (KeyboardInterrupt, Stopped):
-            if any(is_run(path) for path in folder.glob("*")):
-                path = shlex.quote(str(folder))
+            if any(map(is_run, folder.glob("*"))):
                 console.say(f"the runs so far are in {path}; `chargpt compare {path}` scores them")
             raise
-    late = filter(None, (session.late_note() for session in sessions))
-    return result, folder, next(late, None)
+    print_comparison(result, plot or folder / "curves.svg", json_=json_)
+    if budget is not None and (late := budget.deadline.late_note()) is not None:
+        console.say(late)
+    if not json_:
+        console.out(f"the runs are in {folder}; next:")
+        for name in names:
+            console.out(f"  chargpt sample {shlex.quote(str(folder / name))}")
+
+
+def run_session(name: str, session: Session) -> None:
+    """Run all steps of a model with its plan and a progress bar."""
+    console.say(f"== {name} ==")
+    show_plan(session)
+    run_steps(session)
 
 
 def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> None:
@@ -273,11 +246,6 @@ def compare_rungs(
     config: Config, out: Path | None, n_seeds: int, plot: Path | None, *, json_: bool
 ) -> None:
     """Train the rungs with progress bars, draw them, and print the table or the JSON."""
-
-    def run_session(name: str, session: Session) -> None:
-        console.say(f"== {name} ==")
-        run_steps(session)
-
     with text_of_runs(config, out, "ladder") as (folder, corpus):
         ladder = run_ladder(config, folder, corpus, n_seeds, run_session)
     plot = plot or folder / "ladder.svg"
@@ -306,27 +274,28 @@ def print_ladder(ladder: Ladder) -> None:
         title=f"{ladder.title}: loss on the first {ladder.characters:,} validation characters, "
         "protocol blocks",
     )
-    for result in ladder.results:
-        if result.gain is not None:
-            console.out_sentence(
-                f"{result.rung.name}: {describe_gain(result.gain)} ({result.rung.adds})"
-            )
-    console.out_sentence(
+    sentences = [
+        f"{result.rung.name}: {describe_gain(result.gain)} ({result.rung.adds})"
+        for result in ladder.results
+        if result.gain is not None
+    ]
+    sentences.append(
         f"one scaled attention head: {describe_gain(ladder.attention_gain)} than the bigram; "
         f"gpt: {describe_gain(ladder.total_gain)} than the bigram"
     )
     first = ladder.results[0]
     note = undertrained({first.rung.name: first.loss.value, **ladder.ngrams})
     if note is not None:
-        console.out_sentence(note)
+        sentences.append(note)
     if ladder.compressor_losses:
-        console.out_sentence(
+        sentences.append(
             "compressors: the size of both splits together minus that of the training split"
         )
     if len(first.nats) > 1:
-        console.out_sentence(
+        sentences.append(
             "±: half a 95% confidence interval (Student's t); gains are paired by seed"
         )
+    console.out_sentence("\n".join(sentences))
     for result in ladder.results:
         text = " / ".join(result.sample[:MAX_SAMPLE].split("\n"))
         console.out_sentence(f"-- {result.rung.name} --\n{text}")

@@ -1,5 +1,6 @@
 """`chargpt compress` and `chargpt decompress`: lossless compression with a run's model."""
 
+import io
 import lzma
 import sys
 from functools import partial
@@ -9,15 +10,13 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options, runs
-from chargpt.cli.progress import show_progress
 from chargpt.device import memory_limit
 from chargpt.errors import ConfigError, RunError, TextError
-from chargpt.files import require_output, write_output
+from chargpt.files import read_regular, require_output, write_output
 from chargpt.inference.coding import BYTES_PER_CHARACTER, HEADER, read_header
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
 from chargpt.store.folder import RunFolder
-from chargpt.store.mixture import OtherCheckpointError
 from chargpt.text.source import STDIN, copy_stdin
 from chargpt.training.adaptive import AdaptiveDecoder
 
@@ -53,20 +52,19 @@ def compress(
     content = read_input(text, out, force=force)
     loaded = runs.load_named_run(run, checkpoint, "cpu", mixture=mixture or adaptive)
     decoder = partial(AdaptiveDecoder, loaded) if adaptive else None
-    with show_progress("character", "compressed") as on_progress:
+    with console.show_progress("character", "compressed") as on_progress:
         packed = pack(loaded, content, on_progress, unknown or "error", decoder)
     decoded = content.decode()
     runs.warn_of_own_text(loaded, str(text), decoded)
     lost = loaded.tokenizer.find_unknown(decoded)
     runs.say_unknown(loaded, lost, unknown)
-    write(packed, out, force=force)
     characters = len(decoded) - (len(lost) if unknown == "skip" else 0)
     size = f"{console.characters(characters)}, {len(content):,} bytes -> {len(packed):,} bytes"
     rate = f": {8 * len(packed) / characters:.3f} bits per character" if characters else ""
     xz = ""
     if len(content) <= XZ_BYTES and not lost:
         xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"
-    print_sentence(f"{size}{rate}, with {HEADER.size} bytes of header{xz}", out)
+    write(packed, out, f"{size}{rate}, with {HEADER.size} bytes of header{xz}", force=force)
     folder = RunFolder(loaded.folder)
     if keep:
         folder.keep(loaded.step)
@@ -96,21 +94,16 @@ def decompress(
     step, kind = read_header(content)
     try:
         loaded = runs.load_named_run(run, str(step), "cpu", mixture=kind != "plain")
-    except OtherCheckpointError:
-        raise RunError(
-            f"{packed} was compressed with the mixture of step {step:,}, which has been replaced "
-            "since; only a copy of the run from before can restore it"
-        ) from None
     except RunError as error:
         raise RunError(
             f"{packed} was compressed with step {step:,} of a run, but {error}; name the run that "
             "compressed it, or a copy of that run from before it was resumed"
         ) from None
     decoder = partial(AdaptiveDecoder, loaded) if kind == "adaptive" else None
-    with show_progress("character", "restored") as on_progress:
+    with console.show_progress("character", "restored") as on_progress:
         text = unpack(loaded, content, on_progress, decoder)
-    write(text, out, force=force)
-    print_sentence(f"{console.characters(len(text.decode()))}, {len(text):,} bytes", out)
+    sentence = f"{console.characters(len(text.decode()))}, {len(text):,} bytes"
+    write(text, out, sentence, force=force)
 
 
 def read_input(path: Path, out: Path, *, force: bool) -> bytes:
@@ -121,35 +114,28 @@ def read_input(path: Path, out: Path, *, force: bool) -> bytes:
             raise ConfigError(f"{out} exists; name another file, or replace it with --force")
     limit = memory_limit() // BYTES_PER_CHARACTER
     if str(path) == STDIN:
-        chunks: list[bytes] = []
-        copy_stdin(chunks.append, limit)
-        return b"".join(chunks)
+        content = io.BytesIO()
+        copy_stdin(content.write, limit)
+        return content.getvalue()
     try:
-        size = path.stat().st_size
-        if not path.is_file():  # reading a pipe could wait for ever
-            raise TextError(f"{path} is no file; name one, or pipe the text in and name it `-`")
-        if size > limit:
-            raise TextError(f"{path} is too large for this machine's memory; split it")
-        return path.read_bytes()
-    except OSError as error:
-        raise TextError(f"{path} cannot be read ({error.strerror}); name another file") from None
+        return read_regular(path.resolve(), limit)  # reading a pipe could wait for ever
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TextError(
+            f"{path} cannot be read ({reason}); name another file or a part of it, or pipe a text "
+            "in and name it `-`"
+        ) from None
 
 
-def write(content: bytes, out: Path, *, force: bool) -> None:
-    """Write the result to a file or to standard output."""
+def write(content: bytes, out: Path, sentence: str, *, force: bool) -> None:
+    """Write the result to a file and a sentence to stdout; to stderr if stdout gets the result."""
     if str(out) != STDIN:
         write_output(out, content, force=force)
+        console.out_sentence(sentence)
         return
     try:
         sys.stdout.buffer.write(content)
         sys.stdout.flush()
     except BrokenPipeError:
         raise console.OutputClosed from None
-
-
-def print_sentence(sentence: str, out: Path) -> None:
-    """Print a sentence about the result, on stderr if the result itself is on stdout."""
-    if str(out) == STDIN:
-        console.say(sentence)
-    else:
-        console.out_sentence(sentence)
+    console.say(sentence)

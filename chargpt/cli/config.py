@@ -11,7 +11,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from chargpt.cli import console, options
-from chargpt.config import Config, Settings, describe_unknown_key, load_config, shipped_configs
+from chargpt.config import Config, Settings, describe_unknown_key, load_config
 from chargpt.errors import ConfigError
 from chargpt.files import dump_yaml
 from chargpt.store.checkpoint import newest_metadata
@@ -65,8 +65,7 @@ def config(
         if key is None or f"{each.key}.".startswith(f"{key}.")  # itself, or in this section
     ]
     if not found:
-        hint = f"; `chargpt config -c {key}` shows the config" if key in shipped_configs() else ""
-        raise ConfigError(f"{key} is not a setting{hint or describe_unknown_key(str(key))}")
+        raise ConfigError(f"{key} is not a setting{describe_unknown_key(str(key))}")
     if json_:
         console.out_json([asdict(setting) for setting in found])
         return

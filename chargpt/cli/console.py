@@ -1,4 +1,4 @@
-"""Printing for commands: data on stdout, messages on stderr, and numbers with units."""
+"""Printing for commands: data on stdout, messages and progress on stderr, numbers with units."""
 
 import json
 import logging
@@ -10,72 +10,91 @@ import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
 from typing import TextIO
+
+from rich.cells import cell_len, set_cell_size
+from rich.filesize import decimal
 
 from chargpt.errors import OperationError, TextError
 from chargpt.log import logger
 from chargpt.text.display import display_char
 
 NOTICE_SECONDS = 1.0  # before `say_if_slow` prints
+DELAY_SECONDS = 0.5  # shorter work shows no progress on a terminal
+REDRAW_SECONDS = 0.1  # between two progress lines on a terminal
+PLAIN_LINE_SECONDS = 5.0  # and elsewhere
 SPARKS = "▁▂▃▄▅▆▇█"
 KEPT = "\n\t\N{SOFT HYPHEN}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{WORD JOINER}"
 
 started = time.perf_counter()  # when the command began; `run` sets it
 is_silent = False  # on the ranks of `torchrun` but the first; `run` sets it
+progress_line = ""  # which a terminal shows now
 
 
-def terminal_size(stream: TextIO) -> tuple[int, int]:
-    """Return the columns and rows of a terminal; 80 and 24 if it does not know them."""
-    columns = rows = 0
+def terminal_width(stream: TextIO) -> int:
+    """Return the columns of a terminal; 80 if it does not know them."""
     with suppress(OSError):
-        columns, rows = os.get_terminal_size(stream.fileno())
-    return columns or 80, rows or 24
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    return 80
 
 
 def wrapped(text: str, stream: TextIO, indent: str = "", hanging: str = "") -> str:
-    """Return sentences with line breaks between words, to the width of the terminal, if it is one.
+    """Return sentences with line breaks at spaces, to the width of the terminal, if it is one.
 
     `indent` begins every line, and `hanging` those after a break too. Lines that
     begin with a space are commands to copy and stay whole.
     """
-    if not stream.isatty() and not indent:
-        return text
-    width = terminal_size(stream)[0] if stream.isatty() else 10**6
+    if not stream.isatty():
+        return textwrap.indent(text, indent)
     # an option and its value stay together
     text = re.sub(r"( --?[a-z][\w-]*) (?=\S)| (?=-\d)", lambda found: f"{found[1] or ''}\0", text)
-    return "\n".join(
-        line if line.startswith(" ") else fill(line, width, indent, indent + hanging)
-        for line in text.split("\n")
-    ).replace("\0", " ")
-
-
-def fill(text: str, width: int, indent: str = "", hanging: str = "") -> str:
-    """Return a paragraph in lines of at most `width` characters, broken at spaces only."""
-    return textwrap.fill(
-        text,
-        width,
+    wrapper = textwrap.TextWrapper(
+        terminal_width(stream),
         initial_indent=indent,
-        subsequent_indent=hanging,
+        subsequent_indent=indent + hanging,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    lines = (line if line.startswith(" ") else wrapper.fill(line) for line in text.split("\n"))
+    return "\n".join(lines).replace("\0", " ")
 
 
-def say(text: str, hanging: str = "") -> None:
-    """Print a message on stderr; a closed stderr stops no work."""
+def say(text: str, hanging: str = "", *, is_sample: bool = False) -> None:
+    """Print a message on stderr; a sample keeps its own line breaks."""
+    text = printable(text)
+    write_err((text if is_sample else wrapped(text, sys.stderr, hanging=hanging)) + "\n")
+
+
+def write_err(text: str, line: str = "") -> None:
+    """Print text on stderr in place of the progress line, and then the next such line.
+
+    A closed stderr stops no work.
+    """
+    global progress_line
     if is_silent:
         return
+    erased = f"\r{' ' * cell_len(progress_line)}\r" if progress_line else ""
+    progress_line = line
     try:
-        print(wrapped(printable(text), sys.stderr, hanging=hanging), file=sys.stderr, flush=True)
+        print(f"{erased}{text}{line}", end="", file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 @contextmanager
 def say_if_slow(text: str) -> Iterator[threading.Timer]:
-    """Print a message on a terminal in a second, unless the block ends or cancels it before."""
-    notice = threading.Timer(NOTICE_SECONDS, say, [text])
+    """Print a message on a terminal in a second, unless the block ends or cancels it before.
+
+    It is not printed either if there is a progress line, which says more.
+    """
+
+    def notify() -> None:
+        if not progress_line:
+            say(text)
+
+    notice = threading.Timer(NOTICE_SECONDS, notify)
     notice.daemon = True
     if sys.stderr.isatty():
         notice.start()
@@ -83,9 +102,6 @@ def say_if_slow(text: str) -> Iterator[threading.Timer]:
         yield notice
     finally:
         notice.cancel()
-
-
-writers: list[Callable[[str], None]] = [say]  # of what is logged; the last writes
 
 
 class NoteHandler(logging.Handler):
@@ -98,7 +114,7 @@ class NoteHandler(logging.Handler):
         message = record.getMessage()
         if message != self.last:
             self.last = message
-            writers[-1](message)
+            say(message)
 
 
 @contextmanager
@@ -202,23 +218,16 @@ def characters(count: int) -> str:
 
 def size(count: float) -> str:
     """Return bytes as `13.9 MB`."""
-    value, unit = _scale(count, ("bytes", "kB", "MB", "GB"))
-    return f"{value:.0f} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+    return decimal(round(count))
 
 
 def short(count: float) -> str:
     """Return a number as `870k` or `3.7M`."""
-    value, unit = _scale(count, ("", "k", "M", "G"))
-    return f"{value:.3g}{unit}" if value < 999.5 else f"{value:.0f}{unit}"
-
-
-def _scale(count: float, units: Sequence[str]) -> tuple[float, str]:
-    """Divide by 1000 until the number is below it; return the number and its unit."""
-    for unit in units[:-1]:
+    for unit in ("", "k", "M", "G"):
         if count < 999.5:  # more would be rounded to 1000
-            return count, unit
+            return f"{count:.3g}{unit}"
         count /= 1000
-    return count, units[-1]
+    return f"{count:.3g}T"
 
 
 def duration(seconds: float) -> str:
@@ -257,3 +266,71 @@ def printable(text: str) -> str:
         for c in text
         if c != "\r"
     )
+
+
+class ProgressBar:
+    """Progress on stderr: a line redrawn in place on a terminal, elsewhere one every few seconds.
+
+    Args:
+        unit: what is counted.
+        initial: number of units that were done before.
+    """
+
+    def __init__(self, unit: str, initial: int = 0) -> None:
+        self.unit, self.initial, self.started = unit, initial, time.monotonic()
+        self.is_terminal = sys.stderr.isatty()
+        self.due = self.started + (DELAY_SECONDS if self.is_terminal else PLAIN_LINE_SECONDS)
+
+    def update(self, done: int, total: int, detail: Callable[[], str]) -> None:
+        """Show that `done` of `total` units are done.
+
+        `detail` is called only when its text is shown, since it may synchronise the device.
+        """
+        now = time.monotonic()
+        if is_silent or now < self.due:
+            return
+        self.due = now + (REDRAW_SECONDS if self.is_terminal else PLAIN_LINE_SECONDS)
+        seconds, n_new = now - self.started, done - self.initial
+        # after a rollback it can be negative
+        remaining = seconds * (total - done) / n_new if n_new > 0 else None
+        if not self.is_terminal:
+            left = "" if remaining is None else f", {duration(remaining)} left"
+            say(f"{self.unit} {done:,}/{total:,}  {detail()}{left}")
+            return
+        elapsed, left = (
+            "?" if each is None else str(timedelta(seconds=round(each)))
+            for each in (seconds, remaining)
+        )
+        figures = printable(f"{done}/{total} {elapsed}<{left} {detail()}")
+        fraction, width = done / max(total, 1), terminal_width(sys.stderr) - 1
+        free = max(width - len("100%  ") - cell_len(figures), 0)
+        bar = "#" * round(free * fraction)
+        write_err("", set_cell_size(f"{fraction:4.0%} {bar:{free}} {figures}", width))
+
+    def close(self) -> None:
+        """Remove the line."""
+        if progress_line:
+            write_err("")
+
+
+@contextmanager
+def show_progress(unit: str, label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show progress; yield a function of (done, total) that shows both, with a label."""
+    with closing(ProgressBar(unit)) as bar:
+        yield lambda done, total: bar.update(done, total, lambda: label)
+
+
+class LoadingProgress:
+    """Shows the download of a text, and the preparation of a long one."""
+
+    MIN_BYTES = 50_000_000
+    bar: ProgressBar | None = None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if total < self.MIN_BYTES and stage != "fetching":
+            return
+        self.bar = self.bar or ProgressBar("byte")
+        self.bar.update(done, total, lambda: f"{stage} {size(done)} of {size(total)}")
+        if done >= total:
+            self.bar.close()
+            self.bar = None

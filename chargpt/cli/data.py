@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from chargpt.cli import console, options, tables
-from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import TextError, most_similar
 from chargpt.text.catalog import CATALOG, fetch, resolve_settings
 from chargpt.text.corpus import Corpus
@@ -42,7 +41,7 @@ def get(
         near = most_similar(name, CATALOG)
         hint = f"did you mean {near}?" if near else f"there are {', '.join(CATALOG)}"
         raise TextError(f"there is no text named {name!r}; {hint}")
-    path = fetch(CATALOG[name], to, LoadingProgress())
+    path = fetch(CATALOG[name], to, console.LoadingProgress())
     console.out(f"{path} ({console.size(path.stat().st_size)})")
     argument = name if to == Path("data") else str(path)
     console.say(f"train on it with `chargpt train {argument}`")
@@ -70,7 +69,7 @@ def info(
     """
     given = options.given_settings(set_, encoding=encoding, encoding_errors=encoding_errors)
     config, _ = resolve_settings(text, None, given)
-    corpus = load_corpus(config.text, on_progress=LoadingProgress())
+    corpus = load_corpus(config.text, on_progress=console.LoadingProgress())
     facts = describe(corpus)
     if json_:
         console.out_json(facts)

@@ -1,6 +1,7 @@
-"""`chargpt evaluate`: how well a run predicts a text."""
+"""`chargpt evaluate` and `chargpt score`: how well a run predicts a text, and its lines."""
 
 import shlex
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,13 +12,16 @@ import typer
 
 from chargpt.analysis.result import MIXTURE_LABEL, loss_cells
 from chargpt.cli import console, options, runs, tables
-from chargpt.cli.progress import show_progress
-from chargpt.errors import ConfigError, RunError
-from chargpt.inference import evaluation
+from chargpt.errors import RunError
+from chargpt.inference import evaluation, scoring
 from chargpt.inference.evaluation import Evaluation, EvaluationProtocol
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
 from chargpt.text.source import read_text
+from chargpt.training.adaptive import adaptive_losses
+
+SHOWN = 3  # lines at each end of the ranking
+MAX_SHOWN = 200  # characters of a line: the table cuts it where the terminal ends
 
 
 def evaluate(
@@ -56,16 +60,15 @@ def evaluate(
     Examples: `chargpt evaluate`, `chargpt evaluate runs/novel --protocol sliding --json`,
     `chargpt evaluate runs/novel --text other.txt --unknown skip`.
     """
-    if stride is not None and protocol != "sliding":
-        raise ConfigError("--stride applies only to --protocol sliding; add that, or drop --stride")
-    if split is not None and text is not None:
-        raise ConfigError("--text is measured as a whole; drop --split, a part of the run's text")
+    if protocol != "sliding":
+        options.reject({"--stride": stride}, "applies only to --protocol sliding")
+    if text is not None:
+        options.reject({"--split": split}, "applies to the run's text, and --text is another")
     split = split or "val"
     wanted = options.given_settings(encoding=encoding, encoding_errors=encoding_errors)
-    if (wanted or unknown) and text is None:
-        raise ConfigError(
-            "--encoding, --encoding-errors and --unknown concern another text; name it with --text"
-        )
+    if text is None:
+        given = {"--encoding or --encoding-errors": wanted, "--unknown": unknown}
+        options.reject(given, "applies to another text of --text, and there is none")
     loaded = runs.load_named_run(run, checkpoint, device)
     tokens, found = None, ""
     if text is not None:  # read once: it may be standard input
@@ -77,7 +80,7 @@ def evaluate(
 
     def measure(run: Run, name: str) -> Evaluation:
         """Evaluate a run with a progress bar."""
-        with show_progress("character", f"scored, {name}") as on_progress:
+        with console.show_progress("character", f"scored, {name}") as on_progress:
             result = evaluation.evaluate(
                 run, split, protocol, tokens=tokens, stride=stride, on_progress=on_progress
             )
@@ -100,33 +103,27 @@ def evaluate(
     runs.say_unknown(loaded, found, unknown)
     name = str(text) if text else loaded.state.text_name
     if json_:
-        console.out_json({**as_json(loaded, measured, seconds), "text": name})
+        facts = {
+            **result.as_dict(),
+            "parameters": loaded.model.num_parameters(),
+            "step": loaded.step,
+            "evaluation_seconds": round(seconds, 3),
+            "chars_per_second": round(result.characters / seconds),
+            "run": str(loaded.folder),
+            "text": name,
+        }
+        if MIXTURE_LABEL in measured:
+            facts["mixture"] = measured[MIXTURE_LABEL].as_dict()
+        console.out_json(facts)
         return
-    show(loaded, measured, f"{name}, {'all of it' if text else f'{split} split'}")
-    console.out_sentence(
-        f"{console.characters(result.characters)} scored in {console.duration(seconds)} "
-        f"({console.short(result.characters / seconds)} characters/s) on {loaded.model.device.type}"
-    )
-    if result.protocol == "nanogpt":
-        console.out_sentence("its random blocks overlap: the standard error is too small")
+    show(loaded, measured, f"{name}, {'all of it' if text else f'{split} split'}", seconds)
 
 
-def as_json(loaded: Run, measured: Mapping[str, Evaluation], seconds: float) -> dict[str, object]:
-    """Return what was measured under the JSON keys that all commands use."""
-    result, *mixture = measured.values()
-    return {
-        **result.as_dict(),
-        "parameters": loaded.model.num_parameters(),
-        "step": loaded.step,
-        "evaluation_seconds": round(seconds, 3),
-        "chars_per_second": round(result.characters / seconds),
-        "run": str(loaded.folder),
-        **({"mixture": mixture[0].as_dict()} if mixture else {}),
-    }
+def show(run: Run, measured: Mapping[str, Evaluation], title: str, seconds: float) -> None:
+    """Print what was measured of a run and its mixture: a table, and the losses of documents.
 
-
-def show(run: Run, measured: Mapping[str, Evaluation], title: str) -> None:
-    """Print what was measured of a run and its mixture: a table, and the losses of documents."""
+    `seconds`: that measuring the run took.
+    """
     result, *_ = measured.values()
     tables.table(
         ["model", "nats/char", "bits/char", "perplexity", "accuracy", "std error"],
@@ -150,3 +147,99 @@ def show(run: Run, measured: Mapping[str, Evaluation], title: str) -> None:
             command = f"chargpt score {shlex.quote(str(run.folder))} FILE"
             sentence = f"{sentence}; {command} scores each line on its own"
         console.out_sentence(sentence)
+    console.out_sentence(
+        f"{console.characters(result.characters)} scored in {console.duration(seconds)} "
+        f"({console.short(result.characters / seconds)} characters/s) on {run.model.device.type}"
+    )
+    if result.protocol == "nanogpt":
+        console.out_sentence("its random blocks overlap: the standard error is too small")
+
+
+def score(
+    run: options.RunPath,
+    text: Annotated[
+        str, typer.Argument(metavar="FILE", help="The text; - or nothing for standard input.")
+    ] = "-",
+    per_line: Annotated[
+        bool,
+        typer.Option(
+            "--per-line",
+            help="Print bits per character, bits, number and text of every line, highest first. "
+            "The lines before a line are its context, but for a run of text.documents=lines, which "
+            "scores each on its own.",
+        ),
+    ] = False,
+    unknown: options.UnknownOption = None,
+    mixture: options.Mixture = False,
+    adaptive: options.Adaptive = False,
+    checkpoint: options.Checkpoint = "best",
+    encoding: options.Encoding = None,
+    encoding_errors: options.EncodingErrors = None,
+    json_: options.Json = False,
+    device: options.Device = None,
+) -> None:
+    """Print the surprisal of a text and its lines under a run.
+
+    Examples: `chargpt score runs/novel chapter.txt`,
+    `chargpt score runs/novel --per-line < chapter.txt | head`.
+    """
+    loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture or adaptive)
+    if text == "-" and sys.stdin is not None and sys.stdin.isatty():
+        console.say("type the text; Ctrl-D ends it")
+    changes = options.given_settings(encoding=encoding, encoding_errors=encoding_errors)
+    settings = loaded.config.with_values({**changes, "text.documents": None}).text
+    content = read_text(text, settings)
+    runs.warn_of_own_text(loaded, text, content)
+    with console.show_progress("character", "scored") as on_progress:
+        scored = scoring.score(
+            loaded,
+            content,
+            unknown=unknown,
+            adaptive_losses=adaptive_losses if adaptive else None,
+            on_progress=on_progress,
+        )
+    runs.say_unknown(loaded, loaded.tokenizer.find_unknown(content), unknown)
+    lines = scored.lines()
+    if json_:
+        result = {
+            "bits_per_char": scored.bits_per_char,
+            "protocol": scored.protocol,
+            "characters": len(scored.bits),
+            "n_unknown": scored.n_unknown,
+            "run": str(run),
+            "text": text,
+            "lines": [vars(line) for line in lines],
+        }
+        console.out_json(result)
+        return
+    ranked = sorted(lines, key=lambda line: -line.bits_per_char)
+    if per_line:
+        console.say("bits per character, bits, number and text of each line, highest first:")
+        for line in ranked:
+            figures = f"{line.bits_per_char:.3f}\t{line.bits:.2f}\t{line.number}"
+            left_out = f"\t{line.n_skipped} left out" if line.n_skipped else ""
+            console.out(f"{figures}\t{line.text}{left_out}")
+        return
+    console.out(
+        f"{console.characters(len(scored.bits))}: {scored.bits_per_char:.3f} bits per character "
+        f"(protocol {scored.protocol})"
+    )
+    show_extremes(ranked)
+
+
+def show_extremes(ranked: list[scoring.Line]) -> None:
+    """Print a table of the distinct lines at both ends of the ranking."""
+    distinct: dict[str, scoring.Line] = {}
+    for line in ranked:
+        distinct.setdefault(line.text, line)
+    if len(distinct) < 2:
+        return
+    rows = []
+    for line in distinct.values():
+        text = line.text.expandtabs(4)[:MAX_SHOWN]
+        left_out = f"({line.n_skipped} left out) " if line.n_skipped else ""
+        rows.append([f"{line.bits_per_char:.3f}", f"{line.number:,}", left_out + text])
+    if len(rows) > 2 * SHOWN:
+        rows = [*rows[:SHOWN], ["...", "", ""], *rows[-SHOWN:]]
+    header = ["bits/char", "line", "distinct lines by surprisal, highest first"]
+    tables.table(header, rows, text_column=len(header) - 1)

@@ -1,6 +1,7 @@
 """`chargpt explain`: attention step by step on a text and a run."""
 
 import sys
+import textwrap
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +14,8 @@ from chargpt.analysis import plots
 from chargpt.analysis.explain import AttentionMaps, Section, Subject, Table, choose_subject
 from chargpt.analysis.page import render
 from chargpt.cli import console, options, runs, tables
-from chargpt.cli.progress import LoadingProgress
 from chargpt.errors import ConfigError, RunError
-from chargpt.files import is_open_descriptor, require_output, write_output
+from chargpt.files import is_open_descriptor, write_output
 from chargpt.store.folder import is_run
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.prepare import load_corpus
@@ -55,9 +55,7 @@ def explain(
     Examples: `chargpt explain novel.txt`, `chargpt explain runs/novel --plot attention.png`,
     `chargpt explain runs/novel --section scaling --json`.
     """
-    for path in (plot, html):
-        if path is not None:
-            require_output(path)
+    options.require_outputs(plot, html)
     if plot is not None:
         plots.require_suffix(plot)
     settings = options.given_settings(set_, encoding=encoding, encoding_errors=encoding_errors)
@@ -108,7 +106,7 @@ def find_subject(
     chosen = checkpoint if checkpoint != "best" else None
     options.reject({"--checkpoint": chosen, "--device": device}, "applies to a run, not a text")
     config, _ = resolve_settings(what, None, settings)
-    corpus = load_corpus(config.text, on_progress=LoadingProgress())
+    corpus = load_corpus(config.text, on_progress=console.LoadingProgress())
     return choose_subject(corpus, None)
 
 
@@ -120,5 +118,6 @@ def print_sections(sections: list[Section]) -> None:
             if isinstance(part, Table):
                 tables.table(part.columns, part.rows, title=part.caption)
             elif isinstance(part, str):
-                width = min(MAX_WIDTH, console.terminal_size(sys.stdout)[0])
-                console.out(console.fill(part, width) + "\n")
+                width = min(MAX_WIDTH, console.terminal_width(sys.stdout))
+                lines = textwrap.wrap(part, width, break_long_words=False, break_on_hyphens=False)
+                console.out("\n".join([*lines, ""]))

@@ -1,5 +1,6 @@
-"""`chargpt export`: a run's GPT in the formats of other tools."""
+"""`chargpt export` and `chargpt play`: a run's GPT in the formats of other tools, and as a page."""
 
+import webbrowser
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from chargpt.export.html import export_html
 from chargpt.export.huggingface import export_huggingface
 from chargpt.export.onnx import export_onnx
 from chargpt.files import is_open_descriptor, require_new
+from chargpt.store.folder import PLAY
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
 
@@ -107,3 +109,28 @@ def write(export: Callable[[Run, Path], ExportCheck | None], run: Run, path: Pat
         console.out(str(path))
     if check is not None:
         console.say(check.describe())
+
+
+def play(
+    run: options.RunOrNewest = None,
+    out: options.Page = None,
+    is_open: Annotated[
+        bool, typer.Option("--open/--no-open", help="Whether to open the page.")
+    ] = True,
+    checkpoint: options.Checkpoint = "best",
+) -> None:
+    """Open a run's model as a page in the browser.
+
+    One file that holds the model and runs it without a network: text is continued as you write,
+    with the surprisal, the predictions and the attention of every character.
+
+    Examples: `chargpt play`, `chargpt play runs/novel --out novel.html`.
+    """
+    options.require_outputs(out)
+    loaded = load(run, checkpoint)
+    page = out or loaded.folder / PLAY
+    write(export_html, loaded, page)
+    if page.is_file() and not is_open_descriptor(page):
+        address = page.absolute().as_uri()
+        if is_open and not webbrowser.open(address):
+            console.say(f"no browser opened; open {address} in one")

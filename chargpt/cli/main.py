@@ -38,7 +38,13 @@ COMMANDS = (
     "train sample evaluate compare score compress decompress explain report play export import "
     "runs verify doctor config data"
 ).split()
-MODULES = {"decompress": "compress", "import": "import_"}  # in `chargpt.cli`; else named like it
+MODULES = {  # in `chargpt.cli`; else named like the command
+    "decompress": "compress",
+    "import": "import_",
+    "play": "export",
+    "score": "evaluate",
+    "verify": "runs",
+}
 SETTINGS: dict[str, Any] = {
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
@@ -63,10 +69,10 @@ def load_command(name: str) -> Any:
     # on a busy machine the import of PyTorch takes seconds
     with console.say_if_slow("loading PyTorch ..."), handling(exit_at_once):
         module = import_module(f"chargpt.cli.{MODULES.get(name, name)}")
-    app = getattr(module, "app", None)
-    if app is None:
-        app = typer.Typer(add_completion=False, **SETTINGS)
-        app.command(name)(getattr(module, name))
+    if (function := getattr(module, name, None)) is None:
+        return typer.main.get_command(module.app)
+    app = typer.Typer(add_completion=False, **SETTINGS)
+    app.command(name)(function)
     return typer.main.get_command(app)
 
 
@@ -83,7 +89,7 @@ class LazyGroup(TyperGroup):
 def show_help_page(command: str) -> None:
     """Print a command's help page and exit, if there is one and the terminal is wide enough."""
     page = help_page(command)
-    if page.exists() and console.terminal_size(sys.stdout)[0] >= HELP_COLUMNS:
+    if page.exists() and console.terminal_width(sys.stdout) >= HELP_COLUMNS:
         console.out(page.read_text(encoding="utf-8").rstrip())
         raise typer.Exit
 
@@ -189,35 +195,20 @@ def exit_code_of(command: Callable[[], Any]) -> int:
 
 def _describe_usage(error: Any, words: Sequence[str]) -> str:
     """Return the sentence about an error in a command line, with what to write instead."""
-    message = textwrap.shorten(_in_own_words(error), 200, placeholder=" ...")
+    message = str(error.format_message()).replace("Value error, ", "").rstrip(".")
+    message = textwrap.shorten(message, 200, placeholder=" ...")
     is_extra = "unexpected extra argument" in message
-    files = [word for word in words[2:] if os.path.isfile(word)]
     remedy = ""
     if words[1:2] == ["resume"] or (is_extra and "--resume" in words):
         remedy = "; `chargpt train --resume RUN` resumes a run"
-    elif is_extra and any(file in message for file in files):
-        remedy = "; a pattern such as '*.txt' needs quotes" if len(files) > 1 else ""
-        if words[1] == "evaluate":
-            remedy = "; --text FILE names another text"
+    elif is_extra and any(os.path.isfile(word) and word in message for word in words[2:]):
+        remedies = {
+            "train": "; a pattern such as '*.txt' needs quotes",
+            "evaluate": "; --text FILE names another text",
+        }
+        remedy = remedies.get(words[1], "")
     context = getattr(error, "ctx", None)
     return f"{message}{remedy}; see `{context.command_path} --help`" if context else message
-
-
-def _in_own_words(error: Any) -> str:
-    """Return the message of an error in an argument, with the range of a number.
-
-    Typer's versions check values by click or by pydantic, each in its words. All numbers have a
-    lower limit.
-    """
-    message = str(error.format_message()).replace("Value error, ", "")
-    parameter = getattr(error, "param", None)
-    limits = parameter if hasattr(parameter, "min") else getattr(parameter, "type", None)
-    low, high = getattr(limits, "min", None), getattr(limits, "max", None)
-    if low is None or not isinstance(error, typer.BadParameter):
-        return message.rstrip(".").replace("\n", " ")
-    kind = "an integer" if "integer" in message else "a number"
-    span = f"of {low:g} or more" if high is None else f"from {low:g} to {high:g}"
-    return f"{message.partition(':')[0]}: expected {kind} {span}"
 
 
 def _describe(error: Exception) -> str:

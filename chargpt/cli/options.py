@@ -8,6 +8,7 @@ import typer
 
 from chargpt.config import parse_override
 from chargpt.errors import ConfigError
+from chargpt.files import require_output
 from chargpt.text.tokenizer import UnknownPolicy
 
 Seed = Annotated[
@@ -19,6 +20,10 @@ Seed = Annotated[
 RunPath = Annotated[Path, typer.Argument(help="The run's folder.")]
 RunOrNewest = Annotated[
     Path | None, typer.Argument(help="The run's folder. Without it: the newest run.")
+]
+RunsOut = Annotated[
+    Path | None,
+    typer.Option("-o", "--out", metavar="RUN", help="The run's folder; by default one in runs/."),
 ]
 Set = Annotated[
     list[str] | None,
@@ -58,6 +63,10 @@ EncodingErrors = Annotated[
     ),
 ]
 Checkpoint = Annotated[str, typer.Option(metavar="best|latest|STEP", help="Which checkpoint.")]
+Page = Annotated[
+    Path | None,
+    typer.Option("-o", "--out", metavar="FILE", help="The page; by default one in the run."),
+]
 UnknownOption = Annotated[
     UnknownPolicy | None,
     typer.Option(help="What to do with characters outside the vocabulary; error by default."),
@@ -81,10 +90,17 @@ def command_group(help_: str) -> typer.Typer:
     )
 
 
+def require_outputs(*paths: Path | None) -> None:
+    """Check that the files named may be written, before the work for them."""
+    for path in paths:
+        if path is not None:
+            require_output(path)
+
+
 def reject(given: Mapping[str, object], cause: str) -> None:
     """Raise if an option in `given` has a value; `cause` says why it does not apply."""
     for name, value in given.items():
-        if value not in (None, [], (), {}):
+        if value:
             raise ConfigError(f"{name} {cause}; drop it")
 
 

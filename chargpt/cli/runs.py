@@ -1,4 +1,4 @@
-"""`chargpt runs`: the runs in a folder; and loading the run that a command line names."""
+"""`chargpt runs` and `verify`: the runs in a folder, and whether one is intact; loading a run."""
 
 from contextlib import suppress
 from dataclasses import asdict
@@ -10,10 +10,10 @@ import typer
 
 from chargpt.cli import console, options, tables
 from chargpt.errors import ChargptError, RunError
-from chargpt.store.folder import is_run
+from chargpt.store import verify as checks
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
-from chargpt.store.run import Run, load_run, newest_run
+from chargpt.store.run import Run, load_run, newest_run, open_run
 from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import name_characters
 
@@ -36,17 +36,19 @@ def runs(
     if json_:
         console.out_json([as_json(run) for run in found])
         return
-    if not found and is_run(folder):
-        raise RunError(f"{folder} is a run itself; name the folder that it is in")
     if not found:
-        raise RunError(f"there is no run in {folder}; train one with `chargpt train`")
+        raise RunError(
+            f"there is no run in {folder}; train one with `chargpt train`, or name a folder of runs"
+        )
     tables.table(
         ["run", "text", "size", "progress", "nats/char", "saved"],
         [cells(run, folder) for run in found],
         text_column=1,  # so that the names of runs stay whole
     )
-    console.out_sentence("size: parameters; nats/char: lowest validation loss in training.")
-    console.out_sentence("Newest first. `chargpt compare RUN RUN` scores the same characters.")
+    console.out_sentence(
+        "size: parameters; nats/char: lowest validation loss in training.\n"
+        "Newest first. `chargpt compare RUN RUN` scores the same characters."
+    )
 
 
 def as_json(run: RunSummary) -> dict[str, object]:
@@ -68,6 +70,51 @@ def cells(run: RunSummary, folder: Path) -> list[str]:
     is_today = run.saved.date() == datetime.now(UTC).astimezone().date()
     saved = f"{run.saved:%H:%M}" if is_today else f"{run.saved:%d %b}"
     return [name, text, size, progress.get(run.status, run.status), nats, saved]
+
+
+def verify(run: options.RunOrNewest = None, json_: options.Json = False) -> None:
+    """Verify that every checkpoint of a run is intact.
+
+    The exit code is 1 if one is damaged.
+
+    Examples: `chargpt verify`, `chargpt verify runs/novel-gpt --json`.
+    """
+    folder = open_run(find_run(run))
+    result = checks.verify(folder)
+    if json_:
+        checkpoints = [
+            {"checkpoint": each.folder.name, "bytes": each.size, "problem": each.problem}
+            for each in result.checkpoints
+        ]
+        console.out_json(
+            {
+                "run": str(folder.path),
+                "intact": not result.problems,
+                "checkpoints": checkpoints,
+                "loaded_by": {name: path and path.name for name, path in result.loaded_by.items()},
+                "problems": result.problems,
+                "notes": result.notes,
+            }
+        )
+    else:
+        rows = [
+            [
+                each.folder.name,
+                " and ".join(
+                    name for name, path in result.loaded_by.items() if path == each.folder
+                ),
+                console.size(each.size),
+                "damaged" if each.problem else "intact",
+            ]
+            for each in result.checkpoints
+        ]
+        tables.table(["checkpoint", "loaded as", "size", "state"], rows)
+        for sentence in (*result.problems, *result.notes):
+            console.out_sentence(sentence)
+        if not result.problems:
+            console.out_sentence(f"{folder.path} is intact: every byte matches its SHA-256.")
+    if result.problems:
+        raise typer.Exit(1)
 
 
 def find_run(path: Path | None) -> Path:
@@ -96,19 +143,16 @@ def warn_of_own_text(run: Run, path: str, content: str) -> None:
     Of a run without a text, only the paths are compared.
     """
     own = run.config.text.path
-    what = ""
-    if own not in (None, STDIN) and path != STDIN and Path(path).resolve() == Path(own).resolve():
-        what = f"{path} is the text that the run was trained on"
-    middle = len(content) // 2
-    passage = content[max(0, middle - PASSAGE // 2) : middle + PASSAGE // 2]
-    if not what and len(passage) == PASSAGE:
+    is_own = own not in (None, STDIN) and Path(path).resolve() == Path(str(own)).resolve()
+    start = max(0, (len(content) - PASSAGE) // 2)
+    passage = content[start : start + PASSAGE]
+    if not is_own and len(passage) == PASSAGE:
         with suppress(ChargptError):
-            if run.corpus().find([passage]):
-                what = f"a passage of {path} is in the text that the run was trained on"
-    if what:
+            is_own = bool(run.corpus().find([passage]))
+    if is_own:
         console.say(
-            f"{what}: its loss is lower than that of a new text; chargpt evaluate measures the "
-            "validation split"
+            f"a passage of {path} is in the text that the run was trained on: its loss is lower "
+            "than that of a new text; chargpt evaluate measures the validation split"
         )
 
 

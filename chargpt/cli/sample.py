@@ -1,24 +1,27 @@
 """`chargpt sample`: text generated from a trained model."""
 
+import dataclasses
 import json
 import re
 import secrets
 import sys
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from chargpt.cli import console, options, runs
-from chargpt.cli.overlap import SampleOverlap, is_finished, mark, measure, print_overlap
-from chargpt.cli.progress import show_progress
+from chargpt.analysis.memorization import MIN_MATCH, OverlapReport, find_documents, measure_overlap
+from chargpt.cli import console, options, runs, tables
 from chargpt.config import Config, SampleConfig, TextConfig, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, TextError
 from chargpt.inference.generation import sample as sample_texts
 from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
+from chargpt.text.corpus import Corpus, Place
+from chargpt.text.display import display_text, whole_graphemes
 from chargpt.text.source import read_text
 from chargpt.text.tokenizer import UnknownPolicy
 
@@ -31,8 +34,10 @@ HELP = (
     "prints it, also length, top_k, top_p, min_p, seed, stop (`/stop []`: none) and unknown. "
     "Ctrl-C ends a text, Ctrl-D or `/quit` the command."
 )
-MAX_RUN, MAX_RUN_FRACTION = 40, 1 / 3  # characters in a row that are the same, of a sample
 CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop", "unknown")
+MAX_SHOWN = 10  # matches in the table
+MAX_LOCATED = 100  # matches in JSON with their place; each is a search of the whole text
+MAX_PASSAGE = 80  # characters of a match in the table
 
 
 def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
@@ -47,12 +52,7 @@ def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
     field = SampleConfig.model_fields[name]
     meaning = " ".join((field.description or "").split()).rstrip(".").replace("null: ", "")
     default = "" if field.default is None else f"; {field.default}"
-    limits = {
-        key: getattr(each, key)
-        for each in field.metadata
-        for key in ("ge", "gt", "le")
-        if hasattr(each, key)
-    }
+    limits = ChainMap(*map(dataclasses.asdict, field.metadata))
     return typer.Option(
         None,
         *flags,
@@ -110,49 +110,51 @@ def sample(
     prompt = given_prompt(prompt, prompt_file, encoding)
     if stop is not None:
         ctx.params["stop"] = [unescape(text) for text in stop]
+    policy = unknown or loaded.config.text.unknown
     if prompt is not None:
-        prompt = readable_prompt(loaded, prompt, unknown or loaded.config.text.unknown)
-    config = sample_config(loaded.config, {**ctx.params, "prompt": prompt})
+        prompt = readable_prompt(loaded, prompt, policy)
+    config = sample_config(loaded.config, {**ctx.params, "prompt": prompt}, policy)
     if interactive:
-        if json_ or overlap or (num_samples or 1) > 1:
-            raise ConfigError(
-                "--interactive prints one text at a time; drop --json, --overlap and --num-samples"
-            )
-        interact(loaded, config, unknown)
+        given = {"--json": json_, "--overlap": overlap, "--num-samples": (num_samples or 1) > 1}
+        options.reject(given, "does not apply to --interactive, which prints one text at a time")
+        interact(loaded, config)
         return
     settings = config.sample
     if settings.seed is None:  # chosen here, so that it can be printed
         settings = settings.model_copy(update={"seed": secrets.randbits(32)})
     if settings.num_samples == 1 and not json_ and not overlap:
-        texts = [print_stream(loaded, settings, unknown)]
+        texts = [print_stream(loaded, settings, policy)]
     else:
         corpus = loaded.corpus() if overlap else None  # an error before the work
         ends_early = settings.stop or loaded.tokenizer.eos_token  # progress then counts samples
-        with show_progress("sample" if ends_early else "character", "generated") as on_progress:
-            texts = sample_texts(loaded, settings, unknown=unknown, on_progress=on_progress)
-        measured = measure(corpus, texts, settings) if corpus else None
+        unit = "sample" if ends_early else "character"
+        with console.show_progress(unit, "generated") as on_progress:
+            texts = sample_texts(loaded, settings, unknown=policy, on_progress=on_progress)
+        report = measure(corpus, texts, settings) if corpus else None
         if json_:
-            console.out_json({**as_json(loaded, texts, settings, measured), "mixture": mixture})
+            result = {
+                "samples": texts,
+                "finished": [is_finished(text, settings) for text in texts],
+                "seed": settings.seed,
+                "run": str(loaded.folder),
+                "step": loaded.step,
+                "mixture": mixture,
+            }
+            if corpus and report:
+                result |= overlap_json(corpus, report, texts, settings)
+            console.out_json(result)
         else:
-            print_samples(loaded, texts, settings, measured)
+            print_samples(texts, settings, report, has_lines=loaded.tokenizer.eos_token == "\n")
+            if corpus and report:
+                print_overlap(corpus, report, texts, settings)
     if config.sample.seed is None and settings.temperature and sys.stdout.isatty() and not json_:
         console.say(f"--seed {settings.seed} gives the same text")
-    say_cut(loaded, texts, settings)
-    say_repetition(texts, settings)
-
-
-def as_json(
-    run: Run, texts: list[str], settings: SampleConfig, overlap: SampleOverlap | None
-) -> dict[str, object]:
-    """Return samples under the JSON keys that all commands use."""
-    return {
-        "samples": texts,
-        "finished": [is_finished(text, settings) for text in texts],
-        "seed": settings.seed,
-        "run": str(run.folder),
-        "step": run.step,
-        **(overlap.to_json(texts) if overlap else {}),
-    }
+    n_cut = sum(not is_finished(text, settings) for text in texts)
+    if n_cut and loaded.tokenizer.eos_token:
+        console.say(
+            f"documents cut at {console.characters(settings.length)}: {n_cut:,} of "
+            f"{len(texts):,}; a higher -n finishes them"
+        )
 
 
 def given_prompt(prompt: str | None, file: str | None, encoding: str | None) -> str | None:
@@ -187,55 +189,33 @@ def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
     return prompt if unknown == "error" else tokenizer.decode(tokens)
 
 
-def say_cut(run: Run, texts: list[str], settings: SampleConfig) -> None:
-    """Print how many samples are documents without their end."""
-    n_cut = sum(not is_finished(text, settings) for text in texts)
-    if n_cut and run.tokenizer.eos_token:
-        console.say(
-            f"documents cut at {console.characters(settings.length)}: {n_cut:,} of "
-            f"{len(texts):,}; a higher -n finishes them"
-        )
-
-
-def say_repetition(texts: list[str], settings: SampleConfig) -> None:
-    """Print how many samples repeat one character for long, and what repeats less."""
-    n_repetitive = 0
-    for text in texts:
-        sampled = text[len(settings.prompt) :]
-        runs_of_one = (run[0] for run in re.finditer(r"(.)\1*", sampled, re.DOTALL))
-        longest = max(map(len, runs_of_one), default=0)
-        n_repetitive += longest > max(MAX_RUN, MAX_RUN_FRACTION * len(sampled))
-    if n_repetitive:
-        console.say(
-            f"samples with a long run of one character: {n_repetitive:,} of {len(texts):,}; "
-            "a higher --temperature without --top-k, --top-p and --min-p repeats less, and so does "
-            "a model that was trained longer"
-        )
+def is_finished(text: str, settings: SampleConfig) -> bool:
+    """Return whether a sample ended before its length, at the EOS token or a stop string."""
+    return len(text) < len(settings.prompt) + settings.length
 
 
 def print_samples(
-    run: Run, texts: list[str], settings: SampleConfig, overlap: SampleOverlap | None
+    texts: list[str], settings: SampleConfig, report: OverlapReport | None, *, has_lines: bool
 ) -> None:
-    """Print texts with their verbatim matches marked, and what was found."""
+    """Print texts with their verbatim matches marked; lines without a heading each."""
     n_prompt = len(settings.prompt)
-    for number, text in enumerate(texts, 1):
-        spans = overlap.report.texts[number - 1].spans if overlap else []
-        if overlap and text in overlap.report.copied:
+    for index, text in enumerate(texts):
+        spans = report.texts[index].spans if report else []
+        if report and text in report.copied:
             spans = [(0, len(text) - n_prompt)]
-        if run.tokenizer.eos_token != "\n":
-            console.out(f"-- sample {number} --")
+        if not has_lines:
+            console.out(f"-- sample {index + 1} --")
         console.out_text(text[:n_prompt] + mark(text[n_prompt:], spans), "\n")
-    if overlap is not None:
-        print_overlap(overlap, texts, settings)
 
 
-def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
-    """Return the run's config with the given sampling settings."""
+def sample_config(config: Config, given: Mapping[str, Any], unknown: UnknownPolicy) -> Config:
+    """Return the run's config with the given sampling settings and policy."""
     changes = {
         f"sample.{name}": given[name]
         for name in SampleConfig.model_fields
         if given[name] not in (None, [], ())
     }
+    config = config.with_values({"text.unknown": unknown})
     try:
         return config.with_values(changes)
     except ConfigError as error:
@@ -245,17 +225,15 @@ def sample_config(config: Config, given: Mapping[str, Any]) -> Config:
         raise ConfigError(message) from None
 
 
-def interact(run: Run, config: Config, unknown: UnknownPolicy | None) -> None:
+def interact(run: Run, config: Config) -> None:
     """Read lines from standard input until its end; print a continuation of each.
 
-    A seed of null is a new seed for each text; without `unknown`, that of the config is used.
+    A seed of null is a new seed for each text.
     """
     if sys.stdin is None:
         raise TextError("standard input is closed; type or pipe the prompts")
     console.say(HELP)
     config = config.with_values({"sample.num_samples": 1})
-    if unknown is not None:
-        config = config.with_values({"text.unknown": unknown})
     text = config.sample.prompt
     while True:
         try:
@@ -309,7 +287,7 @@ def change_setting(config: Config, written: str) -> Config:
 def print_stream(
     run: Run,
     settings: SampleConfig,
-    unknown: UnknownPolicy | None,
+    unknown: UnknownPolicy,
     ended_by: tuple[type[BaseException], ...] = (),
 ) -> str:
     """Print a text as it is sampled, and return it with its prompt.
@@ -327,3 +305,104 @@ def print_stream(
             console.out_text(piece)
     console.out("")
     return text
+
+
+def measure(corpus: Corpus, texts: list[str], settings: SampleConfig) -> OverlapReport:
+    """Return the overlap of samples, without their prompt, with the training split."""
+    finished = [text for text in texts if is_finished(text, settings)]
+    sampled = [text[len(settings.prompt) :] for text in texts]
+    with console.show_progress("character", "of the training split") as on_progress:
+        return measure_overlap(corpus, sampled, finished, on_progress)
+
+
+def find_places(corpus: Corpus, report: OverlapReport, max_passages: int) -> dict[str, Place]:
+    """Return where the longest matches stand in the files of the training split."""
+    return corpus.find_places([match.text for match in report.longest_matches()[:max_passages]])
+
+
+def overlap_json(
+    corpus: Corpus, report: OverlapReport, texts: list[str], settings: SampleConfig
+) -> dict[str, Any]:
+    """Return the overlap of each sample, with places, and which documents are new or copied."""
+    places, overlaps = find_places(corpus, report, MAX_LOCATED), []
+    for each in report.texts:
+        values = dataclasses.asdict(each)
+        for match in values["matches"]:
+            place = places.get(match["text"])
+            match |= place._asdict() if place else dict.fromkeys(Place._fields)
+        overlaps.append({"longest": next(iter(values["matches"]), None), **values})
+    result: dict[str, Any] = {"overlap": overlaps}
+    if corpus.tokenizer.eos_token:  # else a text is no document
+        ended = [text if is_finished(text, settings) else None for text in texts]
+        result["new"] = [None if each is None else each not in report.known for each in ended]
+        result["copied"] = [None if each is None else each in report.copied for each in ended]
+    return result
+
+
+def mark(text: str, spans: list[tuple[int, int]]) -> str:
+    """Return a text with its verbatim matches in brackets that rarely occur in texts."""
+    for start, end in reversed(whole_graphemes(text, spans)):
+        text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
+    return text
+
+
+def print_overlap(
+    corpus: Corpus, report: OverlapReport, texts: list[str], settings: SampleConfig
+) -> None:
+    """Print what was found below the samples: documents or lines that are new, and the matches."""
+    has_documents = bool(corpus.tokenizer.eos_token)
+    finished = [text for text in texts if is_finished(text, settings)]
+    if has_documents and finished:
+        groups = {"sampled": finished, "distinct": set(finished)}
+        print_new("documents", groups, report.copied, report.known)
+    whole, longest, matches = "whole documents or ", "", report.longest_matches()
+    if not has_documents:
+        lengths = (matches[0].length if matches else 0, report.longest_in_val)
+        own, median = (f"{n:,}" if n else f"under {MIN_MATCH}" for n in lengths)
+        whole = ""
+        longest = (
+            f"; the longest: {own} characters (the median of equally long parts of the validation "
+            f"split: {median})"
+        )
+    console.out_sentence(
+        f"⟦…⟧: verbatim matches of {whole}{MIN_MATCH} characters or more with the training split"
+        f"{longest}"
+    )
+    places = find_places(corpus, report, MAX_SHOWN)
+    rows = [
+        [f"{each.length:,}", str(places.get(each.text, "-")), display_text(each.text[:MAX_PASSAGE])]
+        for each in matches[:MAX_SHOWN]
+    ]
+    if rows:
+        tables.table(["characters", "file and line", "longest matches"], rows, text_column=2)
+    if rows := report.novel_rows():
+        tables.table(["n", "novel n-grams", "of validation text"], rows)
+        console.out_sentence(
+            "novel n-grams: fraction of those of the samples that are not in the training split, "
+            "and their number. From n = 20 on, fewer than in the validation text means copying; of "
+            "short n-grams there are also fewer at a low temperature. Validation text: "
+            f"{report.val_characters:,} of the "
+            f"{console.characters(corpus.count_characters('val'))} of the validation split"
+        )
+    # lines that the model has ended, with what the prompt has of the first
+    first = texts[0].rfind("\n", 0, len(settings.prompt)) + 1
+    lines = {line for text in texts for line in text[first:].split("\n")[:-1] if line}
+    if len(lines) > 1 and not has_documents:
+        print_new("lines", {"distinct": lines}, *find_documents(corpus, lines, "\n"))
+
+
+def print_new(
+    kind: str,
+    groups: Mapping[str, Collection[str]],
+    copied: Collection[str],
+    known: Collection[str],
+) -> None:
+    """Print how many documents or lines of each group are new, copied, or only in other splits."""
+    rows = []
+    for name, texts in groups.items():
+        n_new = sum(text not in known for text in texts)
+        n_copied = sum(text in copied for text in texts)
+        numbers = (len(texts), n_new, n_copied, len(texts) - n_new - n_copied)
+        rows.append([name, *(f"{number:,}" for number in numbers)])
+    columns = ["number", "not in the text", "in the training split", "in others"]
+    tables.table([kind, *columns], rows)

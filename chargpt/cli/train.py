@@ -1,16 +1,30 @@
-"""`chargpt train`: a text in, a trained model out."""
+"""`chargpt train`: a text in, a trained model out; and steps on a progress bar."""
 
+import math
+import shlex
+import sys
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from chargpt.cli import console, options
-from chargpt.cli.loop import run_steps, show_plan
-from chargpt.cli.progress import LoadingProgress
-from chargpt.cli.signals import catch_signals
-from chargpt.errors import ConfigError, FinishedError
-from chargpt.training.start import DEFAULT_BUDGET, Request, StartMode, open_session
+from chargpt.cli.signals import catch_signals, say_stopping
+from chargpt.config import ModelConfig
+from chargpt.device import default_threads
+from chargpt.errors import ConfigError, FinishedError, Stopped
+from chargpt.models.ngram import NGRAM
+from chargpt.text.display import display_char
+from chargpt.text.source import RECORD_SEPARATOR
+from chargpt.training.learner import training_bytes
+from chargpt.training.start import DEFAULT_BUDGET, Request, Session, StartMode, open_session
+from chargpt.training.trainer import StepReport
+
+LABEL = 8  # columns of the plan's labels
+MIN_SPARKLINE_COLUMNS = 100  # of the terminal
 
 
 def train(
@@ -24,12 +38,7 @@ def train(
         ),
     ] = None,
     config: options.ConfigName = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--out", metavar="RUN", help="The run's folder; a new one in runs/ by default."
-        ),
-    ] = None,
+    out: options.RunsOut = None,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -87,19 +96,17 @@ def train(
         start=start_mode(text, out, resume=resume, force=force),
         started=console.started,
     )
-    what = "the checkpoint" if request.start is StartMode.RESUME else "measuring the speed"
-    slow = f"reading the text and {what} ..."
     try:
         with (
             catch_signals(),
-            console.say_if_slow(slow) as notice,
-            open_session(request, LoadingProgress(notice.cancel)) as session,
+            console.say_if_slow("reading the text ...") as notice,
+            open_session(request, console.LoadingProgress()) as session,
         ):
             notice.cancel()
             show_plan(session)
             run_steps(session)
             if session.trainer.group.is_main:
-                from chargpt.cli.summary import show_result  # which would delay the first step
+                from chargpt.cli.report import show_result  # which would delay the first step
 
                 show_result(session, json_=json_)
             session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
@@ -117,3 +124,132 @@ def start_mode(text: str | None, out: Path | None, *, resume: bool, force: bool)
         has_both = text is not None and out is not None
         return StartMode.NEW_OR_RESUME if has_both else StartMode.RESUME
     return StartMode.REPLACE if force else StartMode.NEW
+
+
+def show_plan(session: Session) -> None:
+    """Print what is about to be trained, for how long, on what, and what a budget has chosen."""
+    trainer, config, corpus = session.trainer, session.trainer.config, session.trainer.corpus
+    if (pace := session.pace) is not None:
+        is_chosen = pace.size_was_chosen
+        reason = "size with the lowest predicted loss" if is_chosen else "the model size is given"
+        seconds = console.duration(pace.deadline.seconds)
+        speed = pace.speed * corpus.characters_per_token
+        console.say(f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}")
+    rare, documents, threads = "", "", ""
+    if corpus.rare_count:
+        rare = f"; rarer ones, {corpus.rare_fraction:.2%} of the text, are {corpus.rare_form}"
+    if corpus.n_documents:
+        documents = f"{corpus.n_documents:,} documents, shuffled by text.seed {config.text.seed}; "
+    lengths = ", ".join(
+        f"{corpus.count_characters(name):,} {name}"
+        for name in ("mixture", "train", "val", "test")
+        if len(corpus.split(name))
+    )
+    if trainer.device.type == "cpu":
+        n_threads = torch.get_num_threads()
+        threads = f"{n_threads} of {max(n_threads, default_threads())} threads"
+    ranks = f" x {trainer.group.world_size} processes" if trainer.group.world_size > 1 else ""
+    n_steps = config.train.max_steps - trainer.state.step
+    n_tokens = n_steps * config.tokens_per_step
+    n_characters = round(n_tokens * corpus.characters_per_token)
+    n_bytes = training_bytes(config, corpus.tokenizer.vocab_size, trainer.learner.micro_batch_size)
+    console.say(
+        f"text    {corpus.name}: {documents}{console.characters(corpus.n_characters)} ({lengths})\n"
+        f"vocab   {corpus.tokenizer.describe()}{rare}\n"
+        f"model   {describe_model(config.model)}, {trainer.model.num_parameters():,} parameters\n"
+        f"device  {trainer.device.type}{ranks}{in_brackets(trainer.device_reason, threads)}, "
+        f"{config.dtype}{in_brackets(trainer.dtype_reason)}\n"
+        f"plan    {n_steps:,} steps x {config.train.batch_size} sequences x "
+        f"{config.model.block_size} tokens = {console.short(n_characters)} characters "
+        f"({console.short(n_tokens / len(corpus.split('train')))} epochs)\n"
+        f"needs   about {console.size(n_bytes)} for model and batches, and "
+        f"{console.duration(session.expected_seconds)}",
+        hanging=LABEL * " ",
+    )
+
+
+def in_brackets(*words: str) -> str:
+    """Return the words that are not empty in brackets."""
+    present = ", ".join(word for word in words if word)
+    return f" ({present})" if present else ""
+
+
+def describe_model(model: ModelConfig) -> str:
+    """Return a model's settings in a few words."""
+    if model.kind == "bigram":
+        return "bigram table"
+    heads = "1 head" if model.n_head == 1 else f"{model.n_head} heads"
+    attention = {"full": heads, "average": "average", "none": "no attention"}
+    return (
+        f"{model.kind} {model.n_layer} layers x {model.n_embd} wide, {attention[model.attention]}, "
+        f"block {model.block_size}"
+    )
+
+
+class StepView:
+    """Shows the steps of a session on a progress bar."""
+
+    def __init__(self, session: Session) -> None:
+        self.trainer = trainer = session.trainer
+        self.baseline_losses: dict[str, float] = {}  # on what training validates on
+        if session.baselines is not None:
+            self.baseline_losses = session.baselines.losses(
+                trainer.corpus.split("val"),
+                max_tokens=trainer.config.train.evaluation_tokens,
+                span=trainer.config.model.block_size,
+            )
+        self.bar = console.ProgressBar("step", trainer.state.step)
+        self.validation: list[float] = []
+
+    def show(self, report: StepReport) -> None:
+        """Show a step on the bar, and its sample above it."""
+        if report.validation is not None and report.step:  # not that before training
+            self.validation.append(report.validation.nats_per_char)
+        if report.loss is not None:
+            self.bar.update(report.step, report.max_steps, partial(self._detail, report))
+        if report.sample is not None:
+            sign = display_char(RECORD_SEPARATOR)
+            legend = f" ({sign}: end of a document)" if sign in report.sample else ""
+            console.say(f"-- sample at step {report.step:,}{legend} --")
+            console.say(report.sample.strip("\r\n"), is_sample=True)
+
+    def _detail(self, report: StepReport) -> str:
+        """Return loss, validation, the next baseline to beat and speed, within 80 columns."""
+        # the last one that was read: reading the step's own would synchronise a GPU
+        loss = "" if self.trainer.last_loss is None else f"loss {self.trainer.last_loss:.2f} "
+        last, val = math.inf, ""
+        if self.validation:
+            last = self.validation[-1]
+            val = f"val {last:.3f} "
+            if console.terminal_width(sys.stderr) >= MIN_SPARKLINE_COLUMNS:
+                val += f"{console.sparkline(self.validation, sys.stderr, 5)} "
+        name = "bigram" if self.baseline_losses["bigram"] < last else NGRAM
+        speed = f" {console.short(report.speed)} chars/s" if report.speed else ""
+        return f"{loss}{val}{name} {self.baseline_losses[name]:.3f}{speed}"
+
+
+def run_steps(session: Session) -> None:
+    """Run all steps with a progress bar; a signal saves the run and ends the command."""
+    trainer, view = session.trainer, StepView(session)
+    resume = f"resume with\n  chargpt train --resume {shlex.quote(str(session.folder.path))}"
+    try:
+        with closing(view.bar):
+            for report in session.reports(say_stopping):
+                view.show(report)
+    except Stopped as stop:
+        say_lost_metrics(session)
+        if stop.is_saved and trainer.finished:
+            console.say(f"all steps are done and saved in {session.folder.path}")
+        elif stop.is_saved:
+            console.say(f"stopped at step {trainer.state.step:,} and saved; {resume}")
+        elif trainer.writer.saved_step is not None:
+            console.say(f"{trainer.last_checkpoint}; {resume}")
+        stop.is_reported = stop.is_saved
+        raise
+    say_lost_metrics(session)
+
+
+def say_lost_metrics(session: Session) -> None:
+    """Say if the last metrics are not written, although the checkpoint is saved."""
+    if (error := session.trainer.writer.disk_error) is not None:
+        console.say(f"the last metrics cannot be written ({error})")
