@@ -14,8 +14,7 @@ from conftest import start_cli
 from shared_runs import QUICK
 from typer.testing import CliRunner
 
-from chargpt.cli.main import app
-from chargpt.cli.signals import catch_signals
+from chargpt.cli.main import app, catch_signals
 from chargpt.errors import Stopped
 from chargpt.store.checkpoint import list_checkpoints
 from chargpt.store.folder import RunFolder

@@ -15,7 +15,7 @@ from chargpt.analysis.compare import Comparison, shared_text, undertrained
 from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
 from chargpt.analysis.result import MIN_RISE, loss_cells
 from chargpt.cli import console, options, tables
-from chargpt.cli.signals import catch_signals
+from chargpt.cli.main import catch_signals
 from chargpt.cli.train import run_steps, show_plan
 from chargpt.config import Config
 from chargpt.errors import ConfigError, Stopped

@@ -11,26 +11,27 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from datetime import timedelta
-from typing import TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from rich.cells import cell_len, set_cell_size
 from rich.filesize import decimal
 
 from chargpt.errors import OperationError, TextError
 from chargpt.log import logger
 from chargpt.text.display import display_char
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 NOTICE_SECONDS = 1.0  # before `say_if_slow` prints
-DELAY_SECONDS = 0.5  # shorter work shows no progress on a terminal
-REDRAW_SECONDS = 0.1  # between two progress lines on a terminal
-PLAIN_LINE_SECONDS = 5.0  # and elsewhere
+DELAY_SECONDS = 0.5  # shorter work shows no bar
+PLAIN_LINE_SECONDS = 5.0  # between two lines of progress where there is no terminal
+BAR = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 SPARKS = "▁▂▃▄▅▆▇█"
 KEPT = "\n\t\N{SOFT HYPHEN}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{WORD JOINER}"
 
 started = time.perf_counter()  # when the command began; `run` sets it
 is_silent = False  # on the ranks of `torchrun` but the first; `run` sets it
-progress_line = ""  # which a terminal shows now
+active_bar: "tqdm[NoReturn] | None" = None  # the progress bar on the terminal
 
 
 def terminal_width(stream: TextIO) -> int:
@@ -62,23 +63,20 @@ def wrapped(text: str, stream: TextIO, indent: str = "", hanging: str = "") -> s
 
 
 def say(text: str, hanging: str = "", *, is_sample: bool = False) -> None:
-    """Print a message on stderr; a sample keeps its own line breaks."""
-    text = printable(text)
-    write_err((text if is_sample else wrapped(text, sys.stderr, hanging=hanging)) + "\n")
-
-
-def write_err(text: str, line: str = "") -> None:
-    """Print text on stderr in place of the progress line, and then the next such line.
+    """Print a message on stderr, above the progress bar; a sample keeps its own line breaks.
 
     A closed stderr stops no work.
     """
-    global progress_line
+    text = printable(text)
+    text = text if is_sample else wrapped(text, sys.stderr, hanging=hanging)
     if is_silent:
         return
-    erased = f"\r{' ' * cell_len(progress_line)}\r" if progress_line else ""
-    progress_line = line
     try:
-        print(f"{erased}{text}{line}", end="", file=sys.stderr, flush=True)
+        if active_bar is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            active_bar.delay = 0  # it is shown again after the text, and removed only if due
+            active_bar.write(text, file=sys.stderr)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -87,11 +85,11 @@ def write_err(text: str, line: str = "") -> None:
 def say_if_slow(text: str) -> Iterator[threading.Timer]:
     """Print a message on a terminal in a second, unless the block ends or cancels it before.
 
-    It is not printed either if there is a progress line, which says more.
+    It is not printed either if there is a progress bar, which says more.
     """
 
     def notify() -> None:
-        if not progress_line:
+        if active_bar is None:
             say(text)
 
     notice = threading.Timer(NOTICE_SECONDS, notify)
@@ -269,7 +267,7 @@ def printable(text: str) -> str:
 
 
 class ProgressBar:
-    """Progress on stderr: a line redrawn in place on a terminal, elsewhere one every few seconds.
+    """Progress on stderr: a tqdm bar on a terminal, elsewhere a line every few seconds.
 
     Args:
         unit: what is counted.
@@ -277,40 +275,53 @@ class ProgressBar:
     """
 
     def __init__(self, unit: str, initial: int = 0) -> None:
-        self.unit, self.initial, self.started = unit, initial, time.monotonic()
-        self.is_terminal = sys.stderr.isatty()
-        self.due = self.started + (DELAY_SECONDS if self.is_terminal else PLAIN_LINE_SECONDS)
+        global active_bar
+        self.unit, self.done = unit, initial
+        self.last_line, self.last_done = time.monotonic(), initial
+        if not is_silent and sys.stderr.isatty():
+            from tqdm import tqdm  # which would delay --help
+
+            active_bar = tqdm(
+                initial=initial,
+                unit=unit,
+                # tqdm's own dynamic_ncols shows no bar on a terminal that does not know its rows
+                ncols=terminal_width(sys.stderr),
+                nrows=24,
+                file=sys.stderr,
+                leave=False,
+                bar_format=BAR,
+                delay=DELAY_SECONDS,
+                colour=None if os.environ.get("NO_COLOR") else "cyan",
+            )
 
     def update(self, done: int, total: int, detail: Callable[[], str]) -> None:
         """Show that `done` of `total` units are done.
 
         `detail` is called only when its text is shown, since it may synchronise the device.
         """
+        step, self.done = done - self.done, done
+        if (bar := active_bar) is not None:
+            bar.total = total
+            if time.time() - bar.last_print_t >= bar.mininterval or done == total:
+                bar.ncols = terminal_width(sys.stderr)
+                bar.set_postfix_str(printable(detail()), refresh=False)
+            bar.update(step)
+            return
         now = time.monotonic()
-        if is_silent or now < self.due:
+        if is_silent or now - self.last_line < PLAIN_LINE_SECONDS:
             return
-        self.due = now + (REDRAW_SECONDS if self.is_terminal else PLAIN_LINE_SECONDS)
-        seconds, n_new = now - self.started, done - self.initial
-        # after a rollback it can be negative
-        remaining = seconds * (total - done) / n_new if n_new > 0 else None
-        if not self.is_terminal:
-            left = "" if remaining is None else f", {duration(remaining)} left"
-            say(f"{self.unit} {done:,}/{total:,}  {detail()}{left}")
-            return
-        elapsed, left = (
-            "?" if each is None else str(timedelta(seconds=round(each)))
-            for each in (seconds, remaining)
-        )
-        figures = printable(f"{done}/{total} {elapsed}<{left} {detail()}")
-        fraction, width = done / max(total, 1), terminal_width(sys.stderr) - 1
-        free = max(width - len("100%  ") - cell_len(figures), 0)
-        bar = "#" * round(free * fraction)
-        write_err("", set_cell_size(f"{fraction:4.0%} {bar:{free}} {figures}", width))
+        rate = (done - self.last_done) / max(now - self.last_line, 1e-9)
+        # after a rollback the rate is negative
+        left = f", {duration((total - done) / rate)} left" if rate > 0 else ""
+        say(f"{self.unit} {done:,}/{total:,}  {detail()}{left}")
+        self.last_line, self.last_done = now, done
 
     def close(self) -> None:
-        """Remove the line."""
-        if progress_line:
-            write_err("")
+        """Remove the bar."""
+        global active_bar
+        if active_bar is not None:
+            active_bar.close()
+            active_bar = None
 
 
 @contextmanager

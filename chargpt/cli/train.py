@@ -12,7 +12,7 @@ import torch
 import typer
 
 from chargpt.cli import console, options
-from chargpt.cli.signals import catch_signals, say_stopping
+from chargpt.cli.main import catch_signals, say_stopping
 from chargpt.config import ModelConfig
 from chargpt.device import default_threads
 from chargpt.errors import ConfigError, FinishedError, Stopped
