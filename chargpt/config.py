@@ -53,7 +53,6 @@ MESSAGES = {  # by pydantic's error type, where its own message is in Python's w
     "model_type": "expected a section with `key: value` lines",
     "tuple_type": "expected a list",
     "missing": "expected a pair",
-    "string_too_short": "expected one character or more",
     "too_long": "expected a pair",
 }
 NORM_EPS = 1e-6  # of every RMSNorm
@@ -321,8 +320,15 @@ class SampleConfig(Settings):
     """Number of samples."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """null: a new seed each time."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop: tuple[str, ...] = ()
     """End a text before any of these."""
+
+    @field_validator("stop")
+    @classmethod
+    def reject_empty_strings(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError("a stop string is empty and would stop at once; give it a character")
+        return stop
 
 
 class TrackConfig(Settings):

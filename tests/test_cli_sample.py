@@ -13,6 +13,9 @@ import pytest
 from conftest import REPOSITORY, Cli
 from shared_runs import QUICK, RARE
 
+from chargpt.cli.sample import say_repetition
+from chargpt.config import SampleConfig
+
 
 def test_sample_prints_the_prompt_and_its_continuation(trained: Path, cli: Cli) -> None:
     done = cli("sample", trained, "--prompt", "The ", "--length", "50", "--seed", "1")
@@ -160,3 +163,15 @@ def test_interactive_sampling_takes_paths_as_text_and_ends_at_quit(
     assert 'stop is ["\\n"]' in done.stderr
     assert "there is no setting" not in done.stderr
     assert "The sea" not in done.stdout
+
+
+def test_long_runs_of_one_character_are_said_with_what_repeats_less(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    settings = SampleConfig(prompt="x" * 90)
+    texts = ["ab" * 60, "x" * 90 + "ab" * 50 + "c" * 50, "x" * 90 + "a" + "b" * 39]
+    say_repetition(texts, settings)  # 50 of 150 and 39 of 40 in a row
+    assert capfd.readouterr().err == ""
+    say_repetition([*texts, "x" * 90 + "ab" * 49 + "c" * 51], settings)
+    message = "samples with a long run of one character: 1 of 4; a higher --temperature without"
+    assert message in capfd.readouterr().err

@@ -177,8 +177,7 @@ def test_ngram_loss_equals_the_baseline_and_falls_with_the_order(verse: Path) ->
 def test_invalid_ladder_options_are_rejected(
     cli: Cli, verse: Path, words: list[str], sentence: str
 ) -> None:
-    Path("taken/8-1337").mkdir(parents=True)
-    Path("taken/8-1337/metrics.jsonl").touch()
+    Path("taken/8-1337/checkpoints/step-00000001").mkdir(parents=True)
     CharTokenizer.fit("ab").save("taken/8-1337/tokenizer.json")
     done = cli("compare", verse, *words)
     assert sentence in refusal(done)

@@ -352,4 +352,4 @@ def test_invalid_settings_are_rejected_before_sampling(make_run):
     with pytest.raises(UnknownCharacterError):
         stream_run(run, SampleConfig(prompt="É"))
     with pytest.raises(ConfigError, match="stop string is empty"):
-        stream_run(run, SampleConfig(stop=("",)))
+        sample(run, stop="")

@@ -110,8 +110,7 @@ def _name_of(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(get_args(annotation))
     if get_origin(annotation) is tuple:
-        item = get_args(annotation)[0]
-        return "list of pairs" if get_origin(item) is tuple else "list of texts"
+        return "list of texts" if get_args(annotation)[0] is str else "list of pairs"
     return TYPES[annotation]
 
 

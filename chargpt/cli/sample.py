@@ -8,6 +8,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from itertools import groupby
 from typing import Annotated, Any
 
 import torch
@@ -34,6 +35,7 @@ HELP = (
     "prints it, also length, top_k, top_p, min_p, seed, stop (`/stop []`: none) and unknown. "
     "Ctrl-C ends a text, Ctrl-D or `/quit` the command."
 )
+MAX_RUN, MAX_RUN_FRACTION = 40, 1 / 3  # characters in a row that are the same, of a sample
 CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop", "unknown")
 MAX_SHOWN = 10  # matches in the table
 MAX_LOCATED = 100  # matches in JSON with their place; each is a search of the whole text
@@ -154,6 +156,22 @@ def sample(
         console.say(
             f"documents cut at {console.characters(settings.length)}: {n_cut:,} of "
             f"{len(texts):,}; a higher -n finishes them"
+        )
+    say_repetition(texts, settings)
+
+
+def say_repetition(texts: list[str], settings: SampleConfig) -> None:
+    """Print how many samples repeat one character for long, and what repeats less."""
+    n_repetitive = 0
+    for text in texts:
+        runs_of_one = (len(list(run)) for _, run in groupby(text[len(settings.prompt) :]))
+        n_sampled = len(text) - len(settings.prompt)
+        n_repetitive += max(runs_of_one, default=0) > max(MAX_RUN, MAX_RUN_FRACTION * n_sampled)
+    if n_repetitive:
+        console.say(
+            f"samples with a long run of one character: {n_repetitive:,} of {len(texts):,}; "
+            "a higher --temperature without --top-k, --top-p and --min-p repeats less, and so does "
+            "a model that was trained longer"
         )
 
 

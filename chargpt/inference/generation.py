@@ -133,8 +133,6 @@ def stream_run(
 
     Errors of the arguments are those of `sample`, raised at once.
     """
-    if "" in options.stop:
-        raise ConfigError("a stop string is empty and would stop at once; give it a character")
     text = run.tokenizer.eos_token + options.prompt
     return stream_pieces(
         run.model,
