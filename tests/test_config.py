@@ -414,7 +414,7 @@ def configs(draw: st.DrawFn) -> Config:
             "optim.lr": draw(positive),
             "train.clip_norm": draw(st.none() | positive),
             "sample.prompt": draw(texts | st.text(string.printable, min_size=90, max_size=300)),
-            "sample.stop": draw(st.lists(texts, max_size=3)),
+            "sample.stop": draw(st.lists(texts.filter(bool), max_size=3)),
         }
     )
 
