@@ -94,8 +94,7 @@ def test_runs_of_other_block_sizes_score_the_same_characters_and_name_them(
     assert {each.characters for each in result.evaluations.values()} == {992}
     assert result.scored_on == "992 of 2,844 validation characters, protocol blocks"
     sentences = comparison.conclusions(result)
-    sizes = re.compile(rf"^steps .* and block sizes: {trained.name} \d+ and 16, short \d+ and 8$")
-    assert any(map(sizes.match, sentences))
+    assert any(f"{trained.name} 16, short 8 (a larger" in each for each in sentences)
     clusters = [each.clusters for each in result.evaluations.values()]
     assert clusters[0].shape == clusters[1].shape  # by spans of the longer one: paired
     assert result.curve_baselines.keys() == result.baselines.keys()

@@ -151,13 +151,17 @@ class Comparison:
 def conclusions(result: Comparison) -> list[str]:
     """Return sentences on what differs between the models, and by how much the best is better."""
     evaluations, by_loss = result.evaluations, sorted(result.rows, key=lambda r: r.nats_per_char)
-    runs = [row for row in result.rows if row.run and row.parameters is not None]
-    sentences = []
-    sizes = [(row.step or 0, evaluations[row.model].block_size) for row in runs]
-    if len(set(sizes)) > 1:
-        pairs = zip(runs, sizes, strict=True)
-        each = (f"{row.model} {step:,} and {size:,}" for row, (step, size) in pairs)
-        sentences.append(f"steps to the best checkpoint and block sizes: {', '.join(each)}")
+    trained = [row for row in result.rows if row.step and row.parameters is not None]
+    steps = {row.model.removesuffix(TRAINED): row.step for row in trained}
+    blocks = {row.model.removesuffix(TRAINED): evaluations[row.model].block_size for row in trained}
+    sentences = [
+        f"the {what} differ: {', '.join(f'{name} {n:,}' for name, n in values.items())} ({note})"
+        for what, values, note in (
+            ("numbers of steps", steps, "to the best checkpoint"),
+            ("block sizes", blocks, "a larger one sees more context"),
+        )
+        if len(set(values.values())) > 1
+    ]
     if (note := undertrained({row.model: row.nats_per_char for row in result.rows})) is not None:
         sentences.append(note)
     if (gpt := evaluations.get(f"gpt{TRAINED}")) is not None:
@@ -172,9 +176,9 @@ def conclusions(result: Comparison) -> list[str]:
             gain = describe_difference(mixture, "the gpt", gpt)
             sentences.append(f"{MIXTURE_LABEL}, which chargpt sample --mixture uses, is {gain}")
         return [*sentences, PLUS_MINUS]
-    if len(runs) < 2:
+    alone = [row for row in by_loss if row.parameters is not None and row.run]
+    if len(alone) < 2:
         return sentences
-    alone = sorted(runs, key=lambda row: row.nats_per_char)
     best_of_run = {row.run: row for row in reversed(by_loss) if row.run}  # or its mixture
     with_mixtures = sorted(best_of_run.values(), key=lambda row: row.nats_per_char)
     groups = {"runs": alone}

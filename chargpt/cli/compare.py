@@ -189,6 +189,12 @@ def run_session(name: str, session: Session) -> None:
     run_steps(session)
 
 
+def run_rung(name: str, session: Session) -> None:
+    """Run all steps of a rung, whose plan is that of the others, with a progress bar."""
+    console.say(f"== {name} ==")
+    run_steps(session)
+
+
 def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> None:
     """Draw the loss curves, if a file is given, and print the comparison."""
     if plot is not None:
@@ -247,7 +253,7 @@ def compare_rungs(
 ) -> None:
     """Train the rungs with progress bars, draw them, and print the table or the JSON."""
     with text_of_runs(config, out, "ladder") as (folder, corpus):
-        ladder = run_ladder(config, folder, corpus, n_seeds, run_session)
+        ladder = run_ladder(config, folder, corpus, n_seeds, run_rung)
     plot = plot or folder / "ladder.svg"
     plots.save(plots.ladder(ladder), plot)
     if json_:

@@ -198,8 +198,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
 
 def _describe_usage(error: Any, words: Sequence[str]) -> str:
     """Return the sentence about an error in a command line, with what to write instead."""
-    message = str(error.format_message()).replace("Value error, ", "").rstrip(".")
-    message = textwrap.shorten(message, 200, placeholder=" ...")
+    message = textwrap.shorten(_in_own_words(error), 200, placeholder=" ...")
     is_extra = "unexpected extra argument" in message
     remedy = ""
     if words[1:2] == ["resume"] or (is_extra and "--resume" in words):
@@ -212,6 +211,23 @@ def _describe_usage(error: Any, words: Sequence[str]) -> str:
         remedy = remedies.get(words[1], "")
     context = getattr(error, "ctx", None)
     return f"{message}{remedy}; see `{context.command_path} --help`" if context else message
+
+
+def _in_own_words(error: Any) -> str:
+    """Return the message of an error in an argument, with the range of a number.
+
+    Typer's versions check values by click or by pydantic, each in its words. All numbers have a
+    lower limit.
+    """
+    message = str(error.format_message()).replace("Value error, ", "")
+    parameter = getattr(error, "param", None)
+    limits = parameter if hasattr(parameter, "min") else getattr(parameter, "type", None)
+    low, high = getattr(limits, "min", None), getattr(limits, "max", None)
+    if low is None or not isinstance(error, typer.BadParameter):
+        return message.rstrip(".").replace("\n", " ")
+    kind = "an integer" if "integer" in message else "a number"
+    span = f"of {low:g} or more" if high is None else f"from {low:g} to {high:g}"
+    return f"{message.partition(':')[0]}: expected {kind} {span}"
 
 
 def _describe(error: Exception) -> str:
