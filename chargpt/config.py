@@ -545,8 +545,13 @@ def merge_settings(
         tree[key] = tree[key] | value if is_merged else value
     for key, value in values.items():
         set_dotted(tree, key, value)
-    replaced = tuple(f"{key}." for key in values)  # their values are no longer the file's
-    lines = {key: line for key, line in lines.items() if not f"{key}.".startswith(replaced)}
+    # values that are no longer the file's, and the sections that they are in
+    replaced, sections = tuple(f"{key}." for key in values), {key.split(".")[0] for key in values}
+    lines = {
+        key: line
+        for key, line in lines.items()
+        if key not in sections and not f"{key}.".startswith(replaced)
+    }
     return validate(tree, origin, lines), frozenset(fixed_keys)
 
 

@@ -264,6 +264,8 @@ def _to_python(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _fault("a key must be a single word", key_node)
             key = str(key_node.value)
             dotted = f"{path}.{key}" if path else key
             if key in result:

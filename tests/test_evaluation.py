@@ -253,7 +253,7 @@ def test_a_large_vocabulary_needs_no_table():
 
 def test_baselines_of_an_empty_split_are_rejected():
     corpus = corpus_of()
-    with pytest.raises(TextError, match=r"shorter than 2 characters.*text\.test_fraction"):
+    with pytest.raises(TextError, match="shorter than 2 characters"):
         Baselines(corpus).losses(corpus.split("test"))
 
 

@@ -190,6 +190,12 @@ def score(
     settings = loaded.config.with_values({**changes, "text.documents": None}).text
     content = read_text(text, settings)
     runs.warn_of_own_text(loaded, text, content)
+    separator = loaded.config.text.documents
+    if separator not in (None, "lines", "files") and separator in content:
+        console.say(
+            f"scored as it stands, with the separators of documents (text.documents={separator!r}) "
+            "as text; chargpt evaluate --text ends documents there, as training did"
+        )
     with console.show_progress("character", "scored") as on_progress:
         scored = scoring.score(
             loaded,

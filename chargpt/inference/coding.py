@@ -90,10 +90,11 @@ def compress(
     threads = min(os.cpu_count() or 1, 255)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
     steps = _iter_distributions(run, lanes, len(tokens), threads, adaptive, on_progress)
-    for column, cdf in steps:
-        totals = cdf[:, -1].tolist()
-        for lane, token in enumerate(column.tolist()):
-            encoder.encode(int(cdf[lane, token]), int(cdf[lane, token + 1]), totals[lane])
+    with _single_threaded_inference(run.model):
+        for column, cdf in steps:
+            totals = cdf[:, -1].tolist()
+            for lane, token in enumerate(column.tolist()):
+                encoder.encode(int(cdf[lane, token]), int(cdf[lane, token + 1]), totals[lane])
     body = encoder.finish()
     body += bytes(max(0, len(tokens) // MAX_TOKENS_PER_BYTE - len(body)))
     keys = (run.step, run.fingerprint(), _platform_key())
@@ -154,13 +155,14 @@ def decompress(
     tokens = np.zeros(count, dtype=run.tokenizer.dtype)
     lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
     steps = _iter_distributions(run, lanes, count, threads, adaptive, on_progress)
-    for column, cdf in steps:
-        totals = cdf[:, -1].tolist()
-        for lane in range(len(column)):
-            value = coder.decode(totals[lane])
-            token = int(cdf[lane].searchsorted(value, side="right")) - 1
-            coder.consume(int(cdf[lane, token]), int(cdf[lane, token + 1]))
-            column[lane] = token
+    with _single_threaded_inference(run.model):
+        for column, cdf in steps:
+            totals = cdf[:, -1].tolist()
+            for lane in range(len(column)):
+                value = coder.decode(totals[lane])
+                token = int(cdf[lane].searchsorted(value, side="right")) - 1
+                coder.consume(int(cdf[lane, token]), int(cdf[lane, token + 1]))
+                column[lane] = token
     content = run.tokenizer.decode(lanes.reshape(-1)[:count]).encode()
     if zlib.crc32(content) != checksum:
         raise OperationError(
@@ -189,20 +191,19 @@ def _iter_distributions(
     cdf = np.tile(np.arange(run.model.vocab_size + 1), (num_lanes, 1))  # uniform at first
     done = 0
     build = adaptive or partial(build_decoder, run.model, max_threads=threads)
-    with _single_threaded_inference(run.model):
-        decoder = build(num_lanes)
-        for position in range(length if count else 0):
-            if position:
-                tokens = lanes[:, position - 1].astype(np.int64)
-                logits = decoder.step(tokens).astype(np.float64)  # (L, V)
-                probs = np.exp(logits - max_logits(logits))
-                probs *= FREQUENCY_SCALE / probs.sum(axis=1, keepdims=True)
-                frequencies = probs.astype(np.int64) + 1  # no character is impossible
-                frequencies.cumsum(axis=1, out=cdf[:, 1:])
-            n_active = n_full + (position < n_last)
-            yield lanes[:n_active, position], cdf
-            done += n_active
-            on_progress(done, count)
+    decoder = build(num_lanes)
+    for position in range(length if count else 0):
+        if position:
+            tokens = lanes[:, position - 1].astype(np.int64)
+            logits = decoder.step(tokens).astype(np.float64)  # (L, V)
+            probs = np.exp(logits - max_logits(logits))
+            probs *= FREQUENCY_SCALE / probs.sum(axis=1, keepdims=True)
+            frequencies = probs.astype(np.int64) + 1  # no character is impossible
+            frequencies.cumsum(axis=1, out=cdf[:, 1:])
+        n_active = n_full + (position < n_last)
+        yield lanes[:n_active, position], cdf
+        done += n_active
+        on_progress(done, count)
 
 
 class ArithmeticEncoder:

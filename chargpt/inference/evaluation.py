@@ -377,11 +377,12 @@ def _variance(block_losses: Floats, block_sizes: Floats) -> float:
 def _require_scorable(tokens: Tokens, split: str) -> None:
     """Raise TextError if a split, or `all` of another text, has fewer than 2 tokens."""
     if len(tokens) < 2:
-        what = "text" if split == "all" else f"{split} split"
+        if split == "all":
+            raise TextError("the text is shorter than 2 characters; give a longer one")
         raise TextError(
-            f"the {what} is shorter than 2 characters; give a longer text, or another split (test "
-            "needs training with -s text.test_fraction=0.1, mixture with -s "
-            "text.mixture_characters=20000)"
+            f"the {split} split is shorter than 2 characters; evaluate another (test needs "
+            "training with -s text.test_fraction=0.1, mixture with "
+            "-s text.mixture_characters=20000)"
         )
 
 

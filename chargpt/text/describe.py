@@ -18,7 +18,7 @@ MAX_SHOWN = 10  # characters listed as the most or least frequent
 MAX_VOCAB_SIZE = 5_000  # limits of the warnings
 MIN_CHARACTERS = 10_000
 # What looks like a list: many short or sorted lines, none of them empty
-MIN_LIST, MAX_MEAN_ITEM = 100, 40  # lines; characters
+MIN_LIST, MAX_ITEM, MAX_MEAN_ITEM = 100, 500, 40  # lines; characters; characters
 MIN_SORTED = 0.95  # fraction of neighbouring lines in order
 SEPARATOR = re.compile(r"([%*=~+_.-])\1*")  # a line that may stand between items
 MIN_SEPARATORS = 0.05  # fraction of the lines
@@ -124,9 +124,10 @@ def warn_of_length(corpus: Corpus) -> str:
             f"give at least {MIN_CHARACTERS:,}, better a million"
         )
     if n_val < MIN_VALIDATION:
+        correct = ", or correct text.documents" if corpus.n_documents else ""
         return (
             f"the validation split has {n_val:,} characters, too few to measure a loss; "
-            "give a longer text, or set text.val_fraction higher"
+            f"give a longer text, or set text.val_fraction higher{correct}"
         )
     return ""
 
@@ -145,9 +146,10 @@ def warn_of_list(corpus: Corpus) -> str:
             )
     items = [line.casefold() for line in lines]
     n_sorted = sum(first <= second for first, second in pairwise(items))
-    if len(items) < MIN_LIST or "" in items:
+    lengths = [len(item) for item in items]
+    if len(items) < MIN_LIST or 0 in lengths or max(lengths) > MAX_ITEM:
         return ""
-    if fmean(map(len, items)) > MAX_MEAN_ITEM and n_sorted < MIN_SORTED * len(items):
+    if fmean(lengths) > MAX_MEAN_ITEM and n_sorted < MIN_SORTED * len(items):
         return ""
     return (
         "the text looks like a list of items; with -s text.documents=lines they are shuffled, and "
@@ -209,13 +211,16 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
     divergence = divergence_nats(val_counts, counts)
     if divergence < max(MIN_DIVERGENCE, MIN_DIVERGENCE_RATIO * by_chance):
         return None
+    what, unit = "the end of the text", "token" if corpus.tokenizer.has_bytes else "character"
     remedy = "if the text lists items, text.documents=lines, =files or =SEPARATOR shuffles them"
     if corpus.n_documents:
+        n_val = int((val == corpus.tokenizer.eos_token_id).sum())
+        what = f"the last {n_val:,} of {corpus.n_documents:,} documents"
         remedy = "give more documents, a higher text.val_fraction or another text.seed"
     return SplitDifference(
         divergence,
-        "the validation split differs from the training split: the KL divergence of its token "
-        f"frequencies is {divergence:.3f} nats, {by_chance:.3f} by chance "
+        f"the validation split, {what}, differs from the training split: the KL divergence of its "
+        f"{unit} frequencies is {divergence:.3f} nats, {by_chance:.3f} by chance "
         f"({_name_differing(corpus.tokenizer, val_counts, counts)}). Its loss measures that "
         f"difference too; {remedy}",
     )

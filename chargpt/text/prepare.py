@@ -244,7 +244,9 @@ def read_prepared(folder: Path, settings: TextConfig, tokenizer: CharTokenizer) 
         if corpus.tokens.max() >= tokenizer.vocab_size:
             raise ValueError("it holds ids that the vocabulary lacks")
         return corpus
-    except (ValueError, FileNotFoundError) as error:
+    except FileNotFoundError as error:
+        cause = f"{Path(error.filename).name} is missing"
+    except ValueError as error:
         cause = str(error).partition("\n")[0]
     except OSError as error:
         raise UnreadableError(

@@ -182,7 +182,7 @@ def _find_glob(pattern: Path) -> Source:
     if not paths:
         raise MissingTextError(f"no file matches {pattern}; correct the pattern or quote it")
     name = "/".join(pattern.parts[-3:])
-    note = f"files read of {name}: {len(paths):,}, sorted by path"
+    note = f"files read of {name}: {len(paths):,}, sorted by path" if len(paths) > 1 else ""
     return Source(name, tuple(map(_text_file, paths)), note=note)
 
 
