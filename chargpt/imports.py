@@ -8,6 +8,7 @@ Shapes in this file: V = vocabulary size.
 """
 
 import io
+import math
 import pickle
 import pickletools
 import zipfile
@@ -207,17 +208,21 @@ def convert_settings(saved: dict[str, Any], vocab_size: int, path: Path) -> tupl
         raise ValueError("a setting has the wrong type")
     model = {"kind": "gpt2", **{key: args[key] for key in MODEL_ARGS}}
     step, loss = int(step), float(saved["best_val_loss"])
+    best = loss if 0 <= loss < math.inf else None
     config = validate({"model": model, "train": {"max_steps": max(1, step)}}, str(path))
     if args["vocab_size"] != vocab_size:
         raise ValueError(f"it has {args['vocab_size']} tokens, and meta.pkl {vocab_size}")
     if 2 * count_parameters(config.model, vocab_size) > path.stat().st_size:
         raise ValueError("it is too small for the sizes that it states")
-    return config, RunState(step, best_step=step, best_nats_per_char=loss, text_name=dataset[:80])
+    return config, RunState(step, best_step=step, best_nats_per_char=best, text_name=dataset[:80])
 
 
 def nanogpt_weights(saved: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of a checkpoint, without those that are stored twice or computed."""
     weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in saved.items()}
+    for name, tensor in weights.items():  # before any is read: one number may stand for many
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise ValueError(f"its {name:.60} repeats a number")
     if not torch.equal(weights.pop("lm_head.weight"), weights["transformer.wte.weight"]):
         raise ValueError("its output head is not its embedding")
     # the causal mask of old checkpoints

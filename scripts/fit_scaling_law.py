@@ -50,6 +50,12 @@ PUBLISHED_RATIO = 20
 
 TRAIN = """
 import json, sys
+from chargpt.config import load_config
+from chargpt.device import tune_malloc
+from chargpt.models import count_parameters
+from chargpt.text.prepare import load_corpus
+from chargpt.training.planner import SIZES, config_of_size, length_values
+from chargpt.training.trainer import Trainer
 
 text, size, characters = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 config = load_config("gpt").with_values({"text.path": text, "device": sys.argv[4]})

@@ -1,5 +1,6 @@
 """The scripts for a GPU, in miniature on a CPU."""
 
+import ast
 import json
 import os
 import re
@@ -105,3 +106,15 @@ def test_the_compute_optimal_ratio_is_where_the_loss_is_lowest(
     losses = law["a"] * sizes ** -law["p"] + law["b"] * (product / sizes) ** -law["q"]
     best = sizes[losses.argmin()]
     assert fit_scaling_law.optimal_ratio(law, best) == pytest.approx(product / best**2, rel=0.02)
+
+
+def test_programs_within_scripts_import_what_they_use(tmp_path: Path) -> None:
+    for script in SCRIPTS.rglob("*.py"):
+        for number, node in enumerate(ast.walk(ast.parse(script.read_text("utf-8")))):
+            if isinstance(node, ast.Constant) and "\nimport " in f"\n{node.value}":
+                path = tmp_path / f"{script.stem}-{number}.py"
+                path.write_text(str(node.value), "utf-8")
+    assert len(list(tmp_path.iterdir())) >= 4
+    command = [sys.executable, "-m", "ruff", "check", "--select", "F821", "--isolated", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

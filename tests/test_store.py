@@ -383,13 +383,18 @@ def test_metrics_are_read_from_a_regular_file_only(run: RunFolder) -> None:
         run.metrics.records()
 
 
-def test_a_run_without_a_checkpoint_is_renamed(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_does_not_block_a_new_one(tmp_path: Path) -> None:
     path = tmp_path / "run"
     (path / "checkpoints").mkdir(parents=True)
     TOKENIZER.save(path / "tokenizer.json")
     (path / "metrics.jsonl").write_text('{"step": 1}\n')
     RunFolder(path).create(CONFIG, TOKENIZER)
-    assert (tmp_path / "run.old" / "metrics.jsonl").exists()
+    assert sorted(os.listdir(path)) == ["checkpoints", "config.yaml", "tokenizer.json"]
+    (path / "report.html").write_text("what somebody may want")
+    with pytest.raises(RunError, match="--force"):
+        RunFolder(path).create(CONFIG, TOKENIZER)
+    RunFolder(path).create(CONFIG, TOKENIZER, replace=True)
+    assert (tmp_path / "run.old" / "report.html").exists()
     (tmp_path / "empty").mkdir()
     RunFolder(tmp_path / "empty").create(CONFIG, TOKENIZER, replace=True)
 

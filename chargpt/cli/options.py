@@ -23,7 +23,12 @@ RunOrNewest = Annotated[
 ]
 RunsOut = Annotated[
     Path | None,
-    typer.Option("-o", "--out", metavar="RUN", help="The run's folder; by default one in runs/."),
+    typer.Option(
+        "-o",
+        "--out",
+        metavar="FOLDER",
+        help="Where the result goes; a new folder in runs/ by default.",
+    ),
 ]
 Set = Annotated[
     list[str] | None,

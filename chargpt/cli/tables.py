@@ -1,8 +1,10 @@
 """Tables and boxes of text on stdout."""
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -11,6 +13,7 @@ from rich.text import Text
 from chargpt.cli import console
 
 MAX_WHOLE = 24  # characters of a cell that is not wrapped
+MIN_FIRST = 12  # characters that the first column always has room for
 
 
 def table(
@@ -24,6 +27,16 @@ def table(
 
     `text_column` is the index of one that is left-aligned, and cut if lines would be too long.
     """
+    cells = [[console.printable(cell) for cell in row] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
+    if text_column is not None:
+        others = 1 + 2 * len(widths) + sum(widths) - widths[text_column]
+        room = max(Console().width - others, cell_len(columns[text_column]))
+        widths[text_column] = min(widths[text_column], room)
+        for row in cells:
+            text = Text(row[text_column])
+            text.truncate(room, overflow="ellipsis")
+            row[text_column] = text.plain
     grid = Table(
         title=Text(console.printable(title)) if title else None,
         box=box.SIMPLE_HEAD,
@@ -31,28 +44,23 @@ def table(
         title_justify="left",
         title_style="bold",
     )
-    cells = [[Text(console.printable(cell)) for cell in row] for row in (columns, *rows)]
-    least = 1  # column of the terminal
-    for index, column in enumerate(zip(*cells, strict=True)):
-        is_text, is_first, room = index == text_column, index == 0, MAX_WHOLE
-        longest = max(cell.cell_len for cell in column)
-        if is_text:
-            room = column[0].cell_len
-            for cell in column:
-                cell.no_wrap, cell.overflow = True, "ellipsis"
-        elif is_first and text_column is not None:
-            room = longest
+    for index, column in enumerate(columns):
+        is_short = all(cell_len(row[index]) <= MAX_WHOLE for row in cells)
+        is_text = index == text_column
+        justify: Literal["left", "right"] = "left" if index == 0 or is_text else "right"
         grid.add_column(
-            column[0],
-            justify="left" if is_first or is_text else "right",
+            Text(console.printable(column)),
+            justify=justify,
             overflow="fold",
-            no_wrap=longest <= room and not is_text,
-            style="cyan" if is_first else "",
+            no_wrap=is_text or (bool(index) and is_short),
+            min_width=None if index else min(MIN_FIRST, widths[0]),
+            style="" if index else "cyan",
         )
-        least += 2 + min(longest, room)
-    for row in cells[1:]:
-        grid.add_row(*row)
+    for row in cells:
+        grid.add_row(*map(Text, row))
     # a terminal that is too narrow breaks whole lines: rich would leave out columns and cut numbers
+    limits = (MIN_FIRST, *(MAX_WHOLE for _ in widths[1:]))
+    least = 1 + 2 * len(widths) + sum(map(min, widths, limits))
     print_rich(Console(highlight=False, width=max(Console().width, least)), grid)
 
 

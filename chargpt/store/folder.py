@@ -69,8 +69,8 @@ METRICS, CHECKPOINTS, TEXT = "metrics.jsonl", "checkpoints", "text"
 MIXTURE_FILE = "mixture.safetensors"  # store/mixture.py
 REPORT, PLAY, TENSORBOARD, LOCK = "report.html", "play.html", "tensorboard", ".lock"
 NEW = ".new"  # folder in which a run is made: `RunFolder.create` moves its content into the run
-RESULTS = (METRICS, REPORT, PLAY, MIXTURE_FILE)
-RUN_FILES = (*RESULTS, CONFIG, TOKENIZER)
+RESULTS = (REPORT, PLAY, MIXTURE_FILE)
+RUN_FILES = (METRICS, *RESULTS, CONFIG, TOKENIZER)
 POINTERS = ("latest.json", "best.json")  # of runs by earlier versions
 RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
     rf"""
@@ -79,8 +79,7 @@ RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
         {re.escape(LOCK)} |
         {name_pattern(RUN_FILES)} |
         {TEXT} (/{name_pattern(TEXT_FILES)})? |
-        {TENSORBOARD} (/events\.out\.tfevents\.[^/
-]+)? |
+        {TENSORBOARD} (/events\.out\.tfevents\.[^/\n]+)? |
         {CHECKPOINTS} (/{name_pattern(POINTERS)})? |
         {CHECKPOINTS}/({CHECKPOINT_NAME.pattern} | {UNFINISHED.pattern})
             (/{name_pattern((*FILES, KEEP))})?
@@ -101,7 +100,7 @@ class RunFolder:
         self._lock = FileLock(path / LOCK)
 
     def require_unused(self, *, replace: bool = False) -> None:
-        """Check that a new run may be created here: no run with a checkpoint, unless `replace`.
+        """Check that a new run may be created here: no run with results, unless `replace`.
 
         Raises:
             RunError: the path is in use.
@@ -118,7 +117,7 @@ class RunFolder:
                 f"{path} exists and holds {foreign!r}, which no run writes; name another folder "
                 "with --out"
             )
-        if not replace and (has_checkpoint(path) or foreign is not None):
+        if not replace and (has_results(path) or foreign is not None):
             raise RunError(
                 f"{path} exists; continue it with --resume, replace it with --force, "
                 "or name another folder with --out"
@@ -149,7 +148,11 @@ class RunFolder:
             yield self
         except BaseException:
             with suppress(OSError):
-                if is_new and self.is_created and not has_results(self.path):
+                if (
+                    is_new
+                    and self.is_created
+                    and not (has_results(self.path) or exists(self.metrics.path))
+                ):
                     delete_run_files(self.path)
             raise
         finally:
@@ -207,16 +210,15 @@ class RunFolder:
             tokenizer: of the training text.
             text: folder of the prepared text, whose files are linked or copied unless it is
                 `new_text`; None: the run has no text.
-            replace: whether the old run may have checkpoints.
+            replace: whether the old run may have results.
 
         Raises:
             RunError: the path is in use, or cannot be written.
         """
         new = self.path / NEW
         try:
-            self.require_unused(
-                replace=replace
-            )  # another process may have created one since the start
+            # again: another process may have created one since the start
+            self.require_unused(replace=replace)
             (new / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             if text is not None and text != self.new_text:
                 link_files(text, self.new_text)
@@ -438,7 +440,7 @@ def has_checkpoint(path: Path) -> bool:
 
 
 def has_results(path: Path) -> bool:
-    """Return whether a run has written more than the files that it starts with."""
+    """Return whether a run has a checkpoint, or what is made from one."""
     names = entry_names(path)
     return any(name in names for name in RESULTS) or has_checkpoint(path)
 

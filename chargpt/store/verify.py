@@ -83,14 +83,18 @@ def _check_files(run: RunFolder, latest: Checkpoint, problems: list[str], notes:
             problems.append(f"{path} is not the tokenizer of {latest.folder.name}")
         if latest.optimizer:  # an imported run has neither an optimizer state nor metrics
             problems += run.metrics.problems(latest.state.step)
+    except (ChargptError, OSError) as error:
+        problems.append(str(error))
+    try:
         if exists(mixture):
             read_mixture(load_run(run.path, device="cpu"))
         elif latest.config.text.mixture_characters:
             notes.append(f"{mixture} is missing, so the run has no mixture")
     except OtherCheckpointError as error:
         notes.append(str(error))
-    except (ChargptError, OSError) as error:
-        problems.append(str(error))
+    except RunError as error:
+        if str(error) not in problems:  # of the text, whose n-grams a mixture counts
+            problems.append(str(error))
 
 
 def _check(folder: Path) -> CheckedCheckpoint:

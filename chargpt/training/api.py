@@ -129,8 +129,10 @@ def _run_steps(session: Session, *, progress: bool) -> None:
                     bar.set_postfix_str(f"loss {trainer.last_loss:.2f}{val}", refresh=False)
                 bar.update(report.step - bar.n)
     except Stopped:
-        step, max_steps = trainer.state.step, trainer.config.train.max_steps
+        path = session.folder.path
+        if trainer.finished:
+            raise KeyboardInterrupt(f"all steps are done and saved in {path}") from None
         raise KeyboardInterrupt(
-            f"stopped at step {step:,} of {max_steps:,} and saved in {session.folder.path}; "
-            "start='resume' does the remaining steps"
+            f"stopped at step {trainer.state.step:,} and saved in {path}; start='resume' does the "
+            "remaining steps"
         ) from None

@@ -47,7 +47,7 @@ PLANNED_SECTIONS = {"model", "train", "optim", "schedule"}  # with one set, no d
 class StartMode(Enum):
     """What to do about a run that exists in the output folder."""
 
-    NEW = "new"  # reject it if it has a checkpoint
+    NEW = "new"  # reject it if it has results
     RESUME = "resume"
     NEW_OR_RESUME = "new or resume"  # resume it if it has a checkpoint
     REPLACE = "replace"  # rename it
@@ -230,9 +230,10 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
     except RuntimeError as error:
         if not is_lost_rank_error(error):
             raise
+        cause = str(error).splitlines()[0].split("] ")[-1].split(". ")[0]
         raise OperationError(
-            "another rank has failed; continue from the last checkpoint with --resume, with any "
-            "number of processes"
+            f"another rank has failed ({cause:.100}); continue from the last checkpoint with "
+            "--resume, with any number of processes"
         ) from None
     destroy_process_group()
 
@@ -296,7 +297,7 @@ def start_run(
     """Return the session of a new run in a locked folder, which is created here.
 
     With a pace, the config of its plan is used instead of `config`. With `replace`, a run in the
-    folder may have checkpoints; it is renamed.
+    folder may have results; it is renamed.
 
     Raises:
         ChargptError: a setting does not fit the text or the machine; the folder is unusable.
@@ -339,7 +340,7 @@ def output_folder(out: Path | None, name: str) -> Iterator[Path]:
             path.mkdir(parents=True)
             break
         except OSError as error:
-            if not path.exists():
+            if not (isinstance(error, FileExistsError) and path.exists()):
                 raise RunError(
                     f"{path} cannot be created ({error.strerror}); name another folder with --out"
                 ) from None

@@ -5,6 +5,7 @@ for report in trainer.steps():
 """
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -114,6 +115,11 @@ class Trainer:
         self.stopped_by: Literal["deadline", "signal"] | None = None  # before the last step
         if saved is not None:
             self._continue_from(saved, saved.state)
+            if self.writer.disk_error is not None:  # appending now would repeat steps
+                raise RunError(
+                    f"the metrics of the run cannot be continued ({self.writer.disk_error}); check "
+                    "the disk and the permissions, then try again"
+                )
         self.started = time.perf_counter() - self.state.seconds
         self.speed = 0.0
         self.speed_since = self.state.step, self.started
@@ -138,6 +144,7 @@ class Trainer:
         self.speed_since = self.state.step, time.perf_counter()
         if pace is not None:
             pace.start(self.config, self.state.step)
+        had_disk_error = False
         try:
             for report in self._reports():
                 if not self.finished and self.group.all_reduce_any(should_stop()):
@@ -145,8 +152,16 @@ class Trainer:
                     self._save()
                 elif not self.finished and pace is not None:
                     self._replan_or_stop(pace, report)
-                if self.finished or self.stopped_by is not None:
+                is_last = self.finished or self.stopped_by is not None
+                if is_last:
                     self._finish_saving()
+                error = self.writer.disk_error
+                if error is not None and not had_disk_error and not is_last:
+                    logger.warning(
+                        f"cannot write to the run at step {report.step:,} ({error}); "
+                        f"{self.last_checkpoint}; training continues: free some space"
+                    )
+                had_disk_error = error is not None
                 report.max_steps = self.config.train.max_steps
                 self._measure_speed(report)
                 yield report
@@ -186,8 +201,9 @@ class Trainer:
         report.grad_norm = self.learner.clip_gradients()
         if self.device.type == "cpu":
             # elsewhere reading them would synchronise; `write_metrics` checks before each save
-            loss = report.loss.item()
-            self._require_finite(loss, report.grad_norm.item(), step + 1)
+            loss, norm = report.loss.item(), report.grad_norm.item()
+            # with several ranks only the norm, which is the same on all: they stop together
+            self._require_finite(loss if self.group.world_size == 1 else 0.0, norm, step + 1)
             self.last_loss = loss
         self.learner.apply_update(step, lr_factor)
         self.state = replace(self.state, step=step + 1)
@@ -307,11 +323,13 @@ class Trainer:
         values = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in self.pending])
         rows = self.group.all_reduce_mean(values).tolist()
         records: list[dict[str, object]] = []
-        for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):
-            self._require_finite(loss, norm, step)
-            records.append({"step": step, "loss": loss, "grad_norm": norm, "lr_factor": factor})
-            self.last_loss = loss
-        self._record(*records)
+        try:
+            for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):
+                self._require_finite(loss, norm, step)
+                records.append({"step": step, "loss": loss, "grad_norm": norm, "lr_factor": factor})
+                self.last_loss = loss
+        finally:
+            self._record(*records)
         self.pending.clear()
 
     def save(self) -> Path | None:
@@ -374,11 +392,15 @@ class Trainer:
     def _require_saved(self) -> None:
         """Raise an OperationError if the checkpoint of the last step could not be written."""
         step, error = self.state.step, self.writer.disk_error
-        if self.folder is not None and error is not None and self.writer.saved_step != step:
-            raise OperationError(
-                f"cannot save step {step:,} of {self.folder.path} ({error}); "
-                f"{self.last_checkpoint}; free some space, then resume the run or train again"
-            )
+        if self.folder is None or error is None or self.writer.saved_step == step:
+            return
+        path, again = self.folder.path, "train again"
+        if self.writer.saved_step is not None:
+            again = f"resume with\n  chargpt train --resume {shlex.quote(str(path))}"
+        raise OperationError(
+            f"cannot save step {step:,} of {path} ({error}); {self.last_checkpoint}; free some "
+            f"space, then {again}"
+        )
 
     @property
     def last_checkpoint(self) -> str:
@@ -444,10 +466,13 @@ class Trainer:
     def _diverged(self, what: str, step: int) -> DivergedError:
         """Return the error that names the step and the remedy."""
         self._finish_saving()
+        has_checkpoint = self.writer.saved_step is not None
         message = (
             f"the {what} no longer finite at step {step:,}, and nothing of that was saved; "
-            f"{self.last_checkpoint}; resume the run or train again with lower learning rates, "
-            f"such as {self.config.optim.lower_rates()}, or with -s train.max_rollbacks=3, which "
-            "lowers them by itself (in one process)"
+            f"{self.last_checkpoint}; {'--resume' if has_checkpoint else 'start again'} with lower "
+            f"learning rates, such as {self.config.optim.lower_rates()}"
         )
+        may_roll_back = self.group.world_size == 1 and not self.config.train.max_rollbacks
+        if has_checkpoint and may_roll_back:
+            message += ", or with -s train.max_rollbacks=3 to roll back automatically"
         return DivergedError(message, step)

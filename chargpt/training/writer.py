@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.errors import ConfigError, RunError
-from chargpt.log import logger
+from chargpt.errors import ConfigError
 from chargpt.store.checkpoint import RunState, step_of
 from chargpt.store.folder import TENSORBOARD, RunFolder
 from chargpt.text.tokenizer import CharTokenizer
@@ -130,21 +129,12 @@ class RunWriter:
         return saved
 
     def continue_from(self, checkpoint: Path) -> None:
-        """Drop the metrics after a checkpoint that training continues from.
-
-        Raises:
-            RunError: they cannot be dropped: appending now would repeat steps.
-        """
+        """Drop the metrics after a checkpoint that training continues from."""
         self.newest, step = checkpoint, step_of(checkpoint)
         if self.folder is None:
             return
-        try:
+        with self._tolerate_disk_errors():
             self.folder.metrics.truncate_after(step)
-        except OSError as error:
-            raise RunError(
-                f"the metrics of the run cannot be continued ({error.strerror}); check the disk "
-                "and the permissions, then try again"
-            ) from None
         self.close()
         self.step = step
 
@@ -159,9 +149,4 @@ class RunWriter:
         try:
             yield
         except OSError as error:
-            if self.disk_error is None:
-                logger.warning(
-                    f"cannot write to the run ({error.strerror or error}); training continues: "
-                    "free some space"
-                )
             self.disk_error = error.strerror or str(error)

@@ -25,13 +25,10 @@ from record import provenance, save_record
 CHARGPT = """
 import sys, time
 import torch
-from chargpt.config import Config, ModelConfig, SampleConfig
+from chargpt.config import ModelConfig, SampleConfig
 from chargpt.device import choose_device
-from chargpt.export.gguf import LlamaRuntime, write_gguf
 from chargpt.inference.generation import stream_pieces
 from chargpt.models import build_model
-from chargpt.store.checkpoint import RunState
-from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
 
 sequences, length, block_size = map(int, sys.argv[1:])
@@ -69,6 +66,12 @@ LLAMA = """
 import sys, tempfile, time
 from pathlib import Path
 import torch
+from chargpt.config import Config
+from chargpt.export.gguf import LlamaRuntime, write_gguf
+from chargpt.models import build_model
+from chargpt.store.run import Run
+from chargpt.store.checkpoint import RunState
+from chargpt.text.tokenizer import CharTokenizer
 
 threads, length, block_size = map(int, sys.argv[1:])
 torch.manual_seed(0)

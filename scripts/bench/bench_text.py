@@ -28,6 +28,9 @@ from chargpt.text.tokenizer import CharTokenizer
 PROBE = """
 import json, resource, sys, tempfile, time
 from pathlib import Path
+from chargpt.config import TextConfig
+from chargpt.text.prepare import prepare, read_prepared
+from chargpt.text.source import find_text
 settings = TextConfig(path=sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with tempfile.TemporaryDirectory() as folder:

@@ -41,14 +41,11 @@ RECIPES = {"cpu": SMALL.split(), "gpu": []}  # for a GPU, its config as it stand
 SCORE = """
 import json, sys, torch
 from model import GPT, GPTConfig
-from chargpt.analysis.doctor import matmul_flops
 from chargpt.config import TextConfig
-from chargpt.device import choose_device, synchronize
+from chargpt.device import choose_device
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.models import LanguageModel
-from chargpt.store.run import load_run
 from chargpt.text.prepare import load_corpus
-from chargpt.training.trainer import Trainer
 
 class Peer(LanguageModel):
     def __init__(self, checkpoint):
@@ -73,6 +70,11 @@ print(json.dumps(evaluate_tokens(model, tokens).as_dict()))
 # attention, each a character (Chowdhery et al. 2022, appendix B).
 SHARE = """
 import json, statistics, sys, time
+from chargpt.analysis.doctor import matmul_flops
+from chargpt.device import synchronize
+from chargpt.store.run import load_run
+from chargpt.text.prepare import load_corpus
+from chargpt.training.trainer import Trainer
 
 config = load_run(sys.argv[1]).config
 trainer = Trainer(config.with_values({"train.ngram_target_weight": 0.0}), load_corpus(config.text))
