@@ -138,6 +138,10 @@ def test_adamw_equals_torch_optim_adamw() -> None:
 def test_an_update_does_not_import_torchs_compiler(tmp_path: Path) -> None:
     program = """
 import sys, torch
+from chargpt.config import ModelConfig, OptimConfig
+from chargpt.models import build_model
+from chargpt.training.optim import Optimizer
+from chargpt.training.trainer import Trainer
 model = build_model(ModelConfig(n_layer=1, n_embd=16, block_size=8), 5)
 model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

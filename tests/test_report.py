@@ -321,7 +321,7 @@ def test_a_sorted_list_is_said_to_have_unlike_splits_instead_of_over_fitting(
     path.write_text("\n".join(words))
     done = cli("train", path, *TINY, "-s", "train.max_steps=40", "--out", "mine")
     shown = " ".join(done.stdout.split())
-    assert "The validation split differs from the training split" in shown
+    assert "The validation split, the end of the text, differs from the training" in shown
     assert "text.documents=lines, =files or =SEPARATOR shuffles them" in shown
     assert "over-fits" not in done.stdout
     path.write_text("\n".join(np.random.default_rng(0).permutation(words)))
