@@ -79,12 +79,12 @@ class Stopped(BaseException):
     Attributes:
         number: of the signal; the exit code is 128 + number (`exit_code_of` in `cli/main.py`).
         is_saved: whether training has saved a checkpoint first.
-        is_reported: whether a message has named the signal.
+        is_reported: whether a message has said that the work has stopped.
     """
 
-    def __init__(self, number: int, *, is_saved: bool = False, is_reported: bool = False) -> None:
+    def __init__(self, number: int, *, is_saved: bool = False) -> None:
         super().__init__(number)
-        self.number, self.is_saved, self.is_reported = number, is_saved, is_reported
+        self.number, self.is_saved, self.is_reported = number, is_saved, False
 
 
 def most_similar(name: str, names: Iterable[str]) -> str | None:

@@ -59,8 +59,8 @@ def plan_run(
     trials = Trials(corpus)
     pace = Planner(config, corpus, deadline, fixed_keys, trials).plan()
     token_seconds = trials.measure_scoring()
-    seconds = scoring_seconds(deadline, corpus, pace.config, token_seconds)
-    pace.deadline = replace(deadline, scoring_seconds=seconds)
+    reserved = scoring_seconds(deadline, corpus, pace.config, token_seconds)
+    pace.deadline = replace(deadline, scoring_seconds=reserved)  # re-planning reads it
     n_scored = min(pace.config.train.evaluation_tokens, len(corpus.split("val")))
     pace.validation_seconds = token_seconds * n_scored
     if config.threads is not None and "threads" not in fixed_keys:

@@ -189,7 +189,7 @@ class Pace:
 
     Attributes:
         deadline: of the run.
-        config: as planned; it repeats the run without a budget.
+        config: as planned, before any re-planning.
         speed: measured, in tokens per second.
         size_was_chosen: whether the model's size was.
         step_limit: number of steps beyond which training would only over-fit.
@@ -252,9 +252,10 @@ class Pace:
             self.validation_seconds = seconds
 
     def adjusted(self, config: Config, step: int, speed: float) -> Config:
-        """Return the config to continue with after `step` steps at a speed in characters/s.
+        """Return the config to continue with after `step` steps.
 
-        Changes of the number of steps since the last note are noted when they are large.
+        Changes of the number of steps since the last note are noted when they are large. `speed`,
+        in characters/s, is that by which the number of threads is chosen.
         """
         replanned = self.replanned(config, step)
         if replanned is not None:

@@ -198,7 +198,7 @@ def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[list[int]]:
             for number in signal.valid_signals():
                 handler = signal.getsignal(number)
                 if handler is signal.default_int_handler or hasattr(handler, "caught"):
-                    # by now, with an exception that Python dropped
+                    # those before, whose exception Python has dropped
                     caught[:] = getattr(handler, "caught", caught)
                     previous[number] = signal.signal(number, handle)
         yield caught

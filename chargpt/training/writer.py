@@ -19,7 +19,7 @@ NOT_LOGGED = ("step", "seconds")  # in TensorBoard
 
 
 class RunWriter:
-    """Writes a run's files. A failed write is logged and does not stop the training.
+    """Writes a run's files. A failed write does not stop the training, which says so.
 
     Args:
         folder: of the run; None writes nothing.
