@@ -53,7 +53,7 @@ class RunState:
     evaluations_since_best: Count = 0
     stopped_early: bool = False  # whether `train.patience` ended the run
     rollbacks: Count = 0  # how often the run returned to a checkpoint after a non-finite value
-    corpus_key: str | None = None  # cache key of the training text
+    corpus_key: str | None = None  # `Corpus.key` of the training text
     text_name: str = ""  # name of the training text
     threads: Count | None = None  # CPU threads of PyTorch
     world_size: Count = 1  # number of ranks

@@ -116,7 +116,7 @@ def require_text(content: object) -> None:
 
 
 def find_text(settings: TextConfig, text: str | None = None) -> Source:
-    """Return the source of a text: what `settings.path` names, or else `text` itself.
+    """Return the source of a text, to train on or to score: what `settings.path` names, or `text`.
 
     The path is that of a file, folder or glob, `-`, or None for the built-in text.
 
