@@ -94,6 +94,7 @@ def _print_description(corpus: Corpus, facts: dict[str, Any]) -> None:
             ["vocabulary", corpus.tokenizer.describe()],
             *([["documents", f"{corpus.n_documents:,}"]] if corpus.n_documents else []),
             ["lines", f"{facts['lines']:,} (longest {facts['longest_line']:,} characters)"],
+            ["line ends", ", ".join(f"{n:,} {kind}" for kind, n in facts["line_ends"].items())],
             ["most frequent", listed(facts["most_frequent"])],
             [least, listed(facts["least_frequent"])],
             ["not in the vocabulary", rare],

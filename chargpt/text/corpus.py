@@ -7,8 +7,8 @@ P = number of distinct pairs, B = batch size, T = block size.
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +45,13 @@ class Place(NamedTuple):
         return f"{self.path}, line {self.line:,}"
 
 
+class HeldOut(NamedTuple):
+    """A validation or test split that has files of its own: their name, and its first token."""
+
+    name: str
+    begin: int
+
+
 @dataclass(frozen=True)
 class PairCounts:
     """Number of occurrences of each pair of consecutive tokens; absent pairs are not listed.
@@ -72,6 +79,7 @@ class Corpus:
         rare_count: number of occurrences of characters that are not in the vocabulary.
         files: that it was read from; none of a text in memory or standard input.
         lines: of a list of documents, the number of lines before each, (documents,).
+        held_out: the splits that have files of their own, after the text.
         folder: of its files, which `prepare` has written.
     """
 
@@ -83,6 +91,7 @@ class Corpus:
     rare_count: int = 0
     files: tuple[TextFile, ...] = ()
     lines: Ints | None = None
+    held_out: Mapping[str, HeldOut] = field(default_factory=dict)
     folder: Path | None = None
 
     @cached_property
@@ -153,13 +162,22 @@ class Corpus:
     @cached_property
     def _edges(self) -> list[int]:
         """Index of the first token of each split, and the number of tokens."""
-        total = self.n_characters
+        held_out = {split: each.begin for split, each in self.held_out.items()}
+        end = min(held_out.values(), default=self.tokens.size)
+        total = (
+            self.tokenizer.count_characters(self.tokens[:end]) if held_out else self.n_characters
+        )
         # Exact decimals: in floating point, 0.1 of 10 characters could round up to 2.
         val = math.ceil(total * Fraction(str(self.settings.val_fraction)))
-        test = min(math.ceil(total * Fraction(str(self.settings.test_fraction))), total - val)
+        test = math.ceil(total * Fraction(str(self.settings.test_fraction)))
+        val = 0 if "val" in held_out else val
+        test = 0 if held_out else min(test, total - val)
         end = total - val - test
         mixture = min(self.settings.mixture_characters, int(MAX_MIXTURE_FRACTION * total), end)
         edges = np.array([self._index(each) for each in (0, mixture, end, end + val, total)])
+        if "val" in held_out:
+            edges[3] = held_out.get("test", self.tokens.size)
+        edges[4] = self.tokens.size
         if self.tokenizer.eos_token:
             boundaries = self._document_boundaries
             number = np.searchsorted(boundaries, edges)
@@ -223,7 +241,7 @@ class Corpus:
             remedies.insert(0, f"set model.block_size to {shorter - 1:,} or less")
         fraction = min(1.0, math.ceil(1000 * needed / self.n_characters) / 1000)
         other = self.with_settings(val_fraction=fraction)
-        if min(other.split("train").size, other.split("val").size) >= needed:
+        if min(len(other.split(split)) for split in REQUIRED_SPLITS) >= needed:
             remedies.insert(0, f"set text.val_fraction to {fraction:g}")
         documents = ""
         if self.n_documents:
@@ -297,12 +315,11 @@ def shuffled_order(n_documents: int, seed: int) -> Ints:
     return np.random.Philox(key=seed).random_raw(n_documents).argsort(kind="stable")
 
 
-def shuffled(tokens: Tokens, eos_token_id: int, seed: int) -> Iterator[Tokens]:
-    """Yield the tokens of a text in chunks, its documents in `shuffled_order`."""
+def shuffled(tokens: Tokens, eos_token_id: int, order: Ints) -> Iterator[Tokens]:
+    """Yield the tokens of a text in chunks, its documents in an order."""
     tokens = np.asarray(tokens)
     ends = document_ends(tokens, eos_token_id)
     starts = np.concatenate(([0], ends[:-1]))
-    order = shuffled_order(len(ends), seed)
     documents: list[Tokens] = []
     size = 0
     for start, end in zip(starts[order].tolist(), ends[order].tolist(), strict=True):

@@ -10,16 +10,17 @@ import glob
 import gzip
 import io
 import os
+import re
 import stat
 import sys
 import tempfile
 import zlib
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby, repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -47,7 +48,14 @@ BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 BYTE_ORDER_MARK = "\ufeff"
+LINE_ENDS = "\u2028\u2029"  # beside CR and LF
 RECORD_SEPARATOR = "\x1e"
+SPLIT_WORDS = {  # in the names of files, by split
+    "train": {"train", "training"},
+    "val": {"val", "valid", "validation", "dev"},
+    "test": {"test", "testing"},
+}
+MAX_UNNAMED = 0.01  # of the bytes, in files whose names say no split, such as a README
 OLDER = ("cp1252", "cp1251", "koi8_r", "shift_jis", "cp949", "euc_jp", "big5", "gb18030")
 
 
@@ -84,24 +92,29 @@ class Source:
         stream: the whole text as a seekable stream, instead of files. A source without either is
             standard input.
         note: a sentence for the user, or "".
+        held_out: the sources of the validation and test splits, by split, of a text that has such.
     """
 
     name: str
     files: tuple[TextFile, ...] = ()
     stream: IO[bytes] | None = None
     note: str = ""
+    held_out: Mapping[str, "Source"] = field(default_factory=dict)
 
 
-class Places(NamedTuple):
+@dataclass
+class Places:
     """Where the files and documents of a text begin.
 
     Attributes:
         files: number of characters before each file; of a list of documents, the number of lines.
         lines: number of lines before each document. Every file begins a new line.
+        end: number of characters or lines so far.
     """
 
-    files: list[int]
-    lines: "array[int]"
+    files: list[int] = field(default_factory=list)
+    lines: "array[int]" = field(default_factory=lambda: array("q"))
+    end: int = 0
 
 
 def require_text(content: object) -> None:
@@ -116,14 +129,56 @@ def require_text(content: object) -> None:
 
 
 def find_text(settings: TextConfig, text: str | None = None) -> Source:
-    """Return the source of a text, to train on or to score: what `settings.path` names, or `text`.
+    """Return the source of a text to train on, with those of its splits that have their own.
 
-    The path is that of a file, folder or glob, `-`, or None for the built-in text.
+    The text is what `settings.path` names: a file, folder or glob, `-`, or None for the built-in
+    text; or `text` itself.
 
     Raises:
         MissingTextError: there is no file.
-        TextError: the path cannot be read, or the text is none.
+        TextError: a path cannot be read, the text is none, or a file is in two splits.
     """
+    source = _find(settings, text)
+    paths = {"val": settings.val_path, "test": settings.test_path}
+    held_out = {
+        split: _find(settings.model_copy(update={"path": path}))
+        for split, path in paths.items()
+        if path is not None
+    }
+    if not held_out:
+        return _split_by_name(source)
+    names = [file.path for each in (source, *held_out.values()) for file in each.files]
+    if twice := next((path for path, n in Counter(names).items() if n > 1), None):
+        raise TextError(f"{twice} is in two splits; give each split files of its own")
+    return replace(source, held_out=held_out)
+
+
+def _split_by_name(source: Source) -> Source:
+    """Return a source with its files in splits, if their names say so, as published texts' do."""
+    root = os.path.commonpath([file.path for file in source.files] or [""])
+    parts = defaultdict[str, list[TextFile]](list)
+    for file in source.files:
+        words = re.split("[^a-z]+", os.path.relpath(file.path, root).lower())
+        named = [split for split, names in SPLIT_WORDS.items() if not names.isdisjoint(words)]
+        parts[named[0] if len(named) == 1 else ""].append(file)
+    sizes = {split: sum(file.size for file in files) for split, files in parts.items()}
+    others = parts.pop("", [])  # such as a README
+    if {*parts} <= {"train"} or not parts["train"]:
+        return source
+    if sizes.get("", 0) > MAX_UNNAMED * sum(sizes.values()):
+        return source
+    counts = ", ".join(f"{len(parts[split]):,} {split}" for split in SPLIT_WORDS if split in parts)
+    note = f"{source.note}; by their names: {counts}"
+    if others:
+        note += f"; not used: {len(others):,}, such as {Path(others[0].path).name}"
+    sources = {
+        split: Source(Path(files[0].path).name, tuple(files)) for split, files in parts.items()
+    }
+    sources["train"] = replace(source, files=tuple(parts["train"]), note=note)
+    return replace(sources.pop("train"), held_out=sources)
+
+
+def _find(settings: TextConfig, text: str | None = None) -> Source:
     path = settings.path
     if text is not None:
         require_text(text)
@@ -364,7 +419,18 @@ def text_pieces(
         _decode_file(name, codec, settings.encoding_errors, map(itemgetter(1), group))
         for name, group in groupby(chunks, key=itemgetter(0))
     )
+    if settings.newlines == "lf":
+        files = (lf_newlines(pieces, LINE_ENDS) for pieces in files)
     return mark_documents(files, settings.documents, places)
+
+
+def lf_newlines(pieces: Iterator[str], line_ends: str = "") -> Iterator[str]:
+    """Yield pieces of a text with CR LF, CR and other `line_ends` as LF."""
+    decoder = io.IncrementalNewlineDecoder(None, translate=True)
+    table = str.maketrans(dict.fromkeys(line_ends, "\n"))
+    for piece in pieces:
+        yield decoder.decode(piece).translate(table)
+    yield decoder.decode("", final=True)
 
 
 def _decode_file(name: str, codec: str, errors: str, contents: Iterator[bytes]) -> Iterator[str]:
@@ -409,7 +475,7 @@ def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str
 
 def eos_token_of(documents: str | None) -> str:
     """Return the character that ends each document of `text.documents`; "" if that is null."""
-    return "" if documents is None else "\n" if documents == "lines" else RECORD_SEPARATOR
+    return {None: "", "auto": "", "lines": "\n"}.get(documents, RECORD_SEPARATOR)
 
 
 def mark_documents(
@@ -420,55 +486,56 @@ def mark_documents(
     Args:
         files: pieces of the text of each file; a document ends where its file ends. TextError if
             one holds U+001E, unless that separates them or they are lines.
-        documents: `lines`, `files`, the separator of the documents, or None: nothing is changed.
+        documents: `lines`, `files`, the separator of the documents, or None or `auto`: nothing is
+            changed. If it holds a line end, the documents' line ends become LF.
         places: receives where files and documents begin.
     """
-    places = places or Places([], array("q"))
+    places = places or Places()
     eos_token = eos_token_of(documents)
-    begin = 0
     for pieces in files:
-        places.files.append(begin)
-        if documents is None:
+        places.files.append(places.end)
+        if not eos_token or documents is None:
             for piece in pieces:
-                begin += len(piece)
+                places.end += len(piece)
                 yield piece
             continue
         separator = {"lines": "\n", "files": RECORD_SEPARATOR}.get(documents, documents)
         n_separating = separator.count("\n")  # lines that end in a separator
+        blank = "" if separator.strip("\n") else "\n"  # what a document does not begin with
         is_open = False  # whether a document has begun
         for *ended, last in _split(pieces, documents, separator):
             text = list[str]()
-            for part in ended:
+            for part, has_ended in (*zip(ended, repeat(True)), (last, False)):
                 if part and not is_open:
-                    places.lines.append(begin)
-                if part or is_open:
-                    text += (part, eos_token)
-                begin += part.count("\n") + n_separating
-                is_open = False
-            if last and not is_open:
-                places.lines.append(begin)
-            is_open = is_open or bool(last)
-            begin += last.count("\n")
-            yield "".join([*text, last])
+                    places.end += len(part) - len(part := part.lstrip(blank))
+                    if part:
+                        places.lines.append(places.end)
+                        is_open = True
+                text.append(part)
+                places.end += part.count("\n")
+                if has_ended:
+                    text.append(eos_token if is_open else "")
+                    places.end += n_separating
+                    is_open = False
+            yield "".join(text)
         if is_open:
             yield eos_token
-        begin += 1
+        places.end += 1
 
 
 def _split(pieces: Iterator[str], documents: str, separator: str) -> Iterator[list[str]]:
     """Yield the text of one file in parts of documents, of which all but the last have ended."""
-    newlines = io.IncrementalNewlineDecoder(None, translate=documents == "lines")
     rest = ""
-    for piece in pieces:
+    for piece in lf_newlines(pieces) if "\n" in separator else pieces:
         if RECORD_SEPARATOR in piece and documents not in ("lines", RECORD_SEPARATOR):
             raise TextError(
                 "the text holds the character U+001E, which marks the end of a document; remove it"
             )
-        *ended, rest = (rest + newlines.decode(piece)).split(separator)
+        *ended, rest = (rest + piece).split(separator)
         complete = max(0, len(rest) - len(separator) + 1)  # the rest may begin a separator
         yield [*ended, rest[:complete]]
         rest = rest[complete:]
-    yield (rest + newlines.decode("", final=True)).split(separator)
+    yield [rest]
 
 
 def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig()) -> str:
@@ -480,7 +547,7 @@ def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig())
     texts: list[str] = []
     size = 0
     max_bytes = 4 * (MAX_READ_CHARACTERS + 1)  # at 4 bytes each, and a byte order mark
-    found = find_text(settings.model_copy(update={"path": str(path)}))
+    found = _find(settings.model_copy(update={"path": str(path)}))
     with opened(found, settings.encoding, max_bytes=max_bytes) as source:
         for text in text_pieces(iter_chunks(source), settings):
             size += len(text)
