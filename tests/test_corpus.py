@@ -25,12 +25,14 @@ from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError
 from chargpt.files import to_json
 from chargpt.text import source
-from chargpt.text.corpus import Corpus
+from chargpt.text.corpus import SPLITS, Corpus
+from chargpt.text.describe import count_line_ends, describe
 from chargpt.text.prepare import TEXT_FILES, load_corpus, prepare, read_prepared
 from chargpt.text.source import find_text, read_text
 from chargpt.text.tokenizer import CharTokenizer
 
 Write = Callable[..., Path]
+SPLIT_FILES = {"val": "valid", "test": "test"}
 MIXED = "Ein Bär, ёжик, 漢字, 👩‍👩‍👧 and e\u0301.\r\n"
 
 
@@ -336,6 +338,71 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write, notes: 
     message = error_message(folder, suffixes=(".rst", ".tex"))
     assert ".rst, .tex (text.suffixes)" in message
     assert message.endswith("texts/**/*.gz'")
+
+
+def test_files_named_train_valid_and_test_are_the_splits(write: Write, notes: list[str]) -> None:
+    contents = {"train": "ab" * 600, "valid": "ba" * 500 + "é", "test": "ab" * 550}
+    for name, content in contents.items():
+        folder = write(content, f"ptb.{name}.txt").parent
+    write("Read me", "README.md")
+    corpus = load(folder, val_fraction=0)
+    found = [corpus.tokenizer.decode(corpus.split(split)) for split in ("train", "val", "test")]
+    assert found == [*contents.values()]
+    assert corpus.describe_splits() == (
+        "1,200 train, 1,001 val of ptb.valid.txt, 1,100 test of ptb.test.txt"
+    )
+    assert notes[0].endswith(
+        "; by their names: 1 train, 1 val, 1 test; not used: 1, such as README.md"
+    )
+    assert notes[1:] == ["characters of held-out files that the training text lacks: 'é' U+00E9"]
+    named = {
+        f"{split}_path": str(folder / f"ptb.{name}.txt") for split, name in SPLIT_FILES.items()
+    }
+    same = load(folder / "ptb.train.txt", **named)
+    assert (text_of(same), same.key, same.held_out) == (
+        text_of(corpus),
+        corpus.key,
+        corpus.held_out,
+    )
+    only_val = load(folder / "ptb.train.txt", val_path=named["val_path"])
+    assert [len(only_val.split(split)) for split in SPLITS] == [0, 1200, 1001, 0]
+    only_test = load(folder / "ptb.train.txt", test_path=named["test_path"])
+    assert [len(only_test.split(split)) for split in SPLITS] == [0, 1080, 120, 1100]
+    again = "is in two splits; give each split files of its own"
+    assert error_message(folder / "ptb.train.txt", val_path=str(folder / "ptb.train.txt")).endswith(
+        again
+    )
+    write("more to train on " * 100, "other.txt")
+    assert not load(folder).held_out  # the names do not say what it is
+
+
+def test_held_out_documents_are_shuffled_apart(write: Write, tmp_path: Path) -> None:
+    folder = write("\n".join(f"a{i}" for i in range(50)), "train.txt").parent
+    write("\n".join(f"b{i}" for i in range(40)), "dev.txt")
+    corpus = prepared(folder, tmp_path / "text", documents="lines")
+    again = read_prepared(tmp_path / "text", corpus.settings, corpus.tokenizer)
+    assert again.held_out == corpus.held_out
+    for split, letter, size in (("train", "a", 50), ("val", "b", 40)):
+        lines = corpus.tokenizer.decode(again.split(split)).split()
+        in_order = [f"{letter}{i}" for i in range(size)]
+        assert sorted(lines) == sorted(in_order) != lines
+    assert corpus.find_places(["a7\n"])["a7\n"].line == 8
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 19])
+def test_line_ends_of_every_kind_become_lf_if_asked(
+    write: Write, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
+    path = write("a\r\nb\rc\nd\u2028e\u2029\r\r\n\n")
+    assert text_of(load(path, newlines="lf")) == "a\nb\nc\nd\ne\n\n\n\n"
+    corpus = load(path)
+    assert text_of(corpus) == path.read_bytes().decode()
+    kinds = {"LF": 2, "CR LF": 2, "CR": 2, "U+2028": 1, "U+2029": 1}
+    assert count_line_ends(corpus) == kinds
+    facts = describe(corpus)
+    assert (facts["lines"], facts["line_ends"], facts["longest_line"]) == (8, kinds, 1)
+    assert any("2 CR LF" in each and "text.newlines=lf" in each for each in facts["warnings"])
 
 
 def test_binary_files_among_several_are_skipped_and_named(write: Write, notes: list[str]) -> None:

@@ -90,6 +90,7 @@ class Comparison:
 
     title: str
     val_characters: int  # of the validation split
+    val_origin: str  # " of NAME" if it has files of its own
     span: int
     max_tokens: int  # scored at most; tokens where bytes spell rare characters
     rows: list[Row] = field(default_factory=list)
@@ -103,7 +104,8 @@ class Comparison:
     def scored_on(self) -> str:
         """What the losses were measured on."""
         scored = max(each.characters for each in self.evaluations.values())
-        return f"{scored:,} of {self.val_characters:,} validation characters, protocol blocks"
+        val = f"{self.val_characters:,} validation characters{self.val_origin}"
+        return f"{scored:,} of {val}, protocol blocks"
 
     @property
     def evaluations(self) -> dict[str, Evaluation]:
@@ -270,7 +272,9 @@ def compare(
         baselines, val = Baselines(corpus), corpus.split("val")
         n_val = corpus.count_characters("val")
         span = config.model.block_size
-        comparison = Comparison(corpus.name, n_val, span, max_tokens, show_progress=show_progress)
+        comparison = Comparison(
+            corpus.name, n_val, corpus.origin("val"), span, max_tokens, show_progress=show_progress
+        )
         comparison.add_baselines(baselines, val, config.train.evaluation_tokens)
         for kind in models:
             own_config = model_config(config, kind)
@@ -327,7 +331,8 @@ def compare_runs(
         start = splits[0][: MAX_TOKENS + 1]
         vals = [corpus.tokenizer.encode(start, unknown="replace") for corpus in corpora]
         max_tokens = max(map(len, vals))
-    comparison = Comparison(name, n_val, span, max_tokens, show_progress=show_progress)
+    origin = corpora[0].origin("val")
+    comparison = Comparison(name, n_val, origin, span, max_tokens, show_progress=show_progress)
     curve_tokens = max(run.config.train.evaluation_tokens for run in runs)
     comparison.add_baselines(Baselines(corpora[0]), vals[0], curve_tokens)
     for path, run, val in zip(paths, runs, vals, strict=True):

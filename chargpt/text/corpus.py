@@ -103,6 +103,18 @@ class Corpus:
         """Return the number of characters, not tokens, of a split."""
         return self.tokenizer.count_characters(self.split(split))
 
+    def origin(self, split: Split) -> str:
+        """Return " of NAME" for a split that has files of its own, else ""."""
+        return f" of {self.held_out[split].name}" if split in self.held_out else ""
+
+    def describe_splits(self) -> str:
+        """Return the number of characters of each split, with the files of its own if it has."""
+        return ", ".join(
+            f"{self.count_characters(split):,} {split}{self.origin(split)}"
+            for split in SPLITS
+            if len(self.split(split))
+        )
+
     @property
     def rare_fraction(self) -> float:
         """Fraction of the characters that are not in the vocabulary."""

@@ -143,11 +143,12 @@ def warn_of_length(corpus: Corpus) -> str:
             f"give at least {MIN_CHARACTERS:,}, better a million"
         )
     if n_val < MIN_VALIDATION:
-        correct = ", or correct text.documents" if corpus.n_documents else ""
-        return (
-            f"the validation split has {n_val:,} characters, too few to measure a loss; "
-            f"give a longer text, or set text.val_fraction higher{correct}"
-        )
+        remedy = "give a longer text, or set text.val_fraction higher"
+        if corpus.n_documents:
+            remedy += ", or correct text.documents"
+        if origin := corpus.origin("val"):
+            remedy = f"give more than{origin}"
+        return f"the validation split has {n_val:,} characters, too few to measure a loss; {remedy}"
     return ""
 
 
@@ -299,6 +300,8 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
         n_val = int((val == corpus.tokenizer.eos_token_id).sum())
         what = f"the last {n_val:,} of {corpus.n_documents:,} documents"
         remedy = "give more documents, a higher text.val_fraction or another text.seed"
+    if origin := corpus.origin("val"):
+        what, remedy = origin.removeprefix(" of "), "a file like the text would not differ"
     return SplitDifference(
         divergence,
         f"the validation split, {what}, differs from the training split: the KL divergence of its "

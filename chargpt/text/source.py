@@ -171,11 +171,12 @@ def _split_by_name(source: Source) -> Source:
     note = f"{source.note}; by their names: {counts}"
     if others:
         note += f"; not used: {len(others):,}, such as {Path(others[0].path).name}"
-    sources = {
-        split: Source(Path(files[0].path).name, tuple(files)) for split, files in parts.items()
+    held_out = {
+        split: Source(Path(parts[split][0].path).name, tuple(parts[split]))
+        for split in ("val", "test")
+        if split in parts
     }
-    sources["train"] = replace(source, files=tuple(parts["train"]), note=note)
-    return replace(sources.pop("train"), held_out=sources)
+    return replace(source, files=tuple(parts["train"]), note=note, held_out=held_out)
 
 
 def _find(settings: TextConfig, text: str | None = None) -> Source:
