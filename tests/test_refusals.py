@@ -102,7 +102,7 @@ REFUSALS = [
     ("compare RUN TEXT", 2, "is not a run", "give one text, or only runs"),
     ("compare RUN --plot x.jpg", 2, "x.jpg must end in .svg or .png", "rename it"),
     ("compare RUN --budget 1m", 2, "--budget applies to training", "drop it"),
-    ("compare RUN -s model.n_layer=2", 2, "-s (or --seed, --encoding", "drop it"),
+    ("compare RUN -s model.n_layer=2", 2, "-s (or --seed, --val", "drop it"),
     # others
     ("report RUN --out a.txt", 2, "was not made by chargpt", "name another file"),
     ("play RUN --out a.txt", 2, "was not made by chargpt", "name another file"),

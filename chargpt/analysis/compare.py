@@ -90,7 +90,6 @@ class Comparison:
 
     title: str
     val_characters: int  # of the validation split
-    val_origin: str  # " of NAME" if it has files of its own
     span: int
     max_tokens: int  # scored at most; tokens where bytes spell rare characters
     rows: list[Row] = field(default_factory=list)
@@ -99,6 +98,7 @@ class Comparison:
     show_progress: ShowProgress = show_nothing
     baselines: Mapping[str, float] = field(default_factory=dict)
     curve_baselines: Mapping[str, float] = field(default_factory=dict)  # on the curves' characters
+    val_origin: str = ""  # " of NAME" if the validation split has files of its own
 
     @property
     def scored_on(self) -> str:
@@ -272,9 +272,8 @@ def compare(
         baselines, val = Baselines(corpus), corpus.split("val")
         n_val = corpus.count_characters("val")
         span = config.model.block_size
-        comparison = Comparison(
-            corpus.name, n_val, corpus.origin("val"), span, max_tokens, show_progress=show_progress
-        )
+        comparison = Comparison(corpus.name, n_val, span, max_tokens, show_progress=show_progress)
+        comparison.val_origin = corpus.origin("val")
         comparison.add_baselines(baselines, val, config.train.evaluation_tokens)
         for kind in models:
             own_config = model_config(config, kind)
@@ -331,8 +330,8 @@ def compare_runs(
         start = splits[0][: MAX_TOKENS + 1]
         vals = [corpus.tokenizer.encode(start, unknown="replace") for corpus in corpora]
         max_tokens = max(map(len, vals))
-    origin = corpora[0].origin("val")
-    comparison = Comparison(name, n_val, origin, span, max_tokens, show_progress=show_progress)
+    comparison = Comparison(name, n_val, span, max_tokens, show_progress=show_progress)
+    comparison.val_origin = corpora[0].origin("val")
     curve_tokens = max(run.config.train.evaluation_tokens for run in runs)
     comparison.add_baselines(Baselines(corpora[0]), vals[0], curve_tokens)
     for path, run, val in zip(paths, runs, vals, strict=True):

@@ -39,10 +39,10 @@ class RunScores:
     baselines: Mapping[str, BaselineLoss]  # by name, on the same characters
     evaluations: Mapping[Split, Evaluation]  # of the run on each split
     val_characters: int  # of the validation split
-    val_origin: str  # " of NAME" if it has files of its own
     mixture: Evaluation | None = None  # of GPT and n-gram models, on the validation split
     split_difference: SplitDifference | None = None  # of the validation from the training split
     epochs: float = math.inf  # of training, in passes over the training split
+    val_origin: str = ""  # " of NAME" if the validation split has files of its own
 
     @property
     def scored_on(self) -> str:
@@ -152,7 +152,7 @@ def evaluate_run(
     mixture = evaluate_tokens(mixture_run.model, val, max_tokens=scored) if mixture_run else None
     n_val, origin = corpus.count_characters("val"), corpus.origin("val")
     epochs = run.step * run.config.tokens_per_step / len(corpus.split("train"))
-    return RunScores(reference, losses, n_val, origin, mixture, compare_splits(corpus), epochs)
+    return RunScores(reference, losses, n_val, mixture, compare_splits(corpus), epochs, origin)
 
 
 def difference(evaluation: Evaluation, reference: Evaluation | BaselineLoss) -> tuple[float, float]:
