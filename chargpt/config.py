@@ -118,6 +118,17 @@ class TextConfig(Settings):
             raise ValueError("expected an ending of file names, such as .txt")
         return split
 
+    exclude: tuple[str, ...] = ()
+    """Files of a folder or glob that are not read: patterns of their names, or of their paths in
+    it: `LICENSE.txt,drafts/*`."""
+
+    @field_validator("exclude", mode="after")
+    @classmethod
+    def split_patterns(cls, exclude: tuple[str, ...]) -> tuple[str, ...]:
+        """Accept `a.txt,drafts/*` as two patterns, and `drafts/` for a folder."""
+        patterns = (pattern.strip() for each in exclude for pattern in each.split(","))
+        return tuple(pattern.removesuffix("/") for pattern in patterns if pattern)
+
     newlines: Literal["keep", "lf"] = "keep"
     """`lf`: line ends of every kind (CR LF, CR, U+2028, U+2029) become LF."""
     documents: str | None = "auto"

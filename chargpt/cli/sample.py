@@ -109,7 +109,7 @@ def sample(
     loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture)
     # on a busy machine torch's threads would wait for each other in every decode step
     torch.set_num_threads(1)
-    prompt = given_prompt(prompt, prompt_file, encoding)
+    prompt = given_prompt(loaded, prompt, prompt_file, encoding)
     if stop is not None:
         ctx.params["stop"] = [unescape(text) for text in stop]
     policy = unknown or loaded.config.text.unknown
@@ -175,12 +175,16 @@ def say_repetition(texts: list[str], settings: SampleConfig) -> None:
         )
 
 
-def given_prompt(prompt: str | None, file: str | None, encoding: str | None) -> str | None:
+def given_prompt(
+    run: Run, prompt: str | None, file: str | None, encoding: str | None
+) -> str | None:
     """Return the prompt of --prompt or --prompt-file."""
     if file is not None:
         if prompt is not None:
             raise ConfigError("--prompt and --prompt-file exclude each other; give one")
-        prompt = read_text(file, TextConfig(encoding=encoding or "auto"))
+        prompt = read_text(
+            file, TextConfig(encoding=encoding or "auto", newlines=run.config.text.newlines)
+        )
         if prompt.endswith("\n"):
             console.say("the prompt ends with a line end, so the samples continue on a new line")
         return prompt

@@ -169,6 +169,8 @@ def _encode(
             f"bytes that do not decode, replaced by U+FFFD: {count:,}, "
             f"{count / counts.sum():.2%} of the characters"
         )
+    if n_nul := int(counts[0]):
+        logger.warning(f"NUL characters, U+0000, in the text: {n_nul:,}")
     min_count = settings.min_count or choose_min_count(counts)
     rare = settings.rare if min_count > 1 else "keep"
     eos_token = eos_token_of(settings.documents)
@@ -268,6 +270,8 @@ def text_key(
         facts.append(rare)
     if settings.extra_characters:
         facts.append({"characters": settings.extra_characters})
+    if settings.documents is None and max(map(len, digests.values())) > 1:
+        facts.append("a line end between files")
     if settings.documents:
         facts.append([settings.documents, settings.seed])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -11,6 +11,7 @@ import gzip
 import io
 import os
 import re
+import shlex
 import stat
 import sys
 import tempfile
@@ -20,18 +21,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby, repeat
-from operator import itemgetter
+from fnmatch import fnmatchcase
+from itertools import chain, groupby, pairwise, repeat, takewhile
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-
-from charset_normalizer import from_bytes
 
 from chargpt.config import TextConfig
 from chargpt.errors import MissingTextError, TextError, most_similar
 from chargpt.log import logger
 from chargpt.text import TextProgress
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
+from chargpt.text.formats import BOMS, MARKUP, guess_encodings, problem_of
 
 CHUNK_BYTES = 1 << 19  # small enough for a processor's cache, with its text and tokens
 MAX_TEXT_BYTES = 100 * 10**9  # of all files together, decompressed
@@ -40,13 +40,6 @@ MAX_FILES = 1_000_000
 MAX_COMPARED_NAMES = 2000  # of files, with one that does not exist
 STDIN = "-"
 GZIP_MAGIC = b"\x1f\x8b"
-BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32's
-    (codecs.BOM_UTF32_LE, "utf-32-le"),
-    (codecs.BOM_UTF32_BE, "utf-32-be"),
-    (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF16_LE, "utf-16-le"),
-    (codecs.BOM_UTF16_BE, "utf-16-be"),
-)
 BYTE_ORDER_MARK = "\ufeff"
 LINE_ENDS = "\u2028\u2029"  # beside CR and LF
 RECORD_SEPARATOR = "\x1e"
@@ -56,7 +49,7 @@ SPLIT_WORDS = {  # in the names of files, by split
     "test": {"test", "testing"},
 }
 MAX_UNNAMED = 0.01  # of the bytes, in files whose names say no split, such as a README
-OLDER = ("cp1252", "cp1251", "koi8_r", "shift_jis", "cp949", "euc_jp", "big5", "gb18030")
+URL = re.compile(r"\b(https?|ftp):/+(.+)")  # paths lose the second slash
 
 
 class TextFile(NamedTuple):
@@ -198,13 +191,13 @@ def _find(settings: TextConfig, text: str | None = None) -> Source:
     try:
         mode = os.stat(found).st_mode
         if stat.S_ISDIR(mode):
-            return _find_folder(found, settings.suffixes)
+            return _find_folder(found, settings)
         if stat.S_ISREG(mode):
             return Source(found.name, (_text_file(found),))
     except (FileNotFoundError, NotADirectoryError):
-        if glob.has_magic(str(found)):
-            return _find_glob(found)
-        raise MissingTextError(_missing(found)) from None
+        if glob.has_magic(str(found)) and not URL.search(str(found)):
+            return _find_glob(found, settings)
+        raise MissingTextError(missing_message(found)) from None
     except (OSError, ValueError) as error:
         raise TextError(_unreadable(path, error)) from None
     raise TextError(f"{path} is a device or a pipe, not a file; pipe its text in and name it `-`")
@@ -215,8 +208,13 @@ def _text_file(path: Path) -> TextFile:
     return TextFile(str(path.absolute()), status.st_size, status.st_mtime_ns)
 
 
-def _missing(path: Path) -> str:
+def missing_message(path: Path) -> str:
     """Return the message for a path that does not exist, with the most similar one that does."""
+    if match := URL.search(str(path)):
+        url = f"{match[1]}://{match[2]}"
+        named = next((each.name for each in CATALOG.values() if each.url == url), None)
+        command = f"chargpt data get {named}" if named else f"curl -LO {shlex.quote(url)}"
+        return f"{url} is an address and not a file; download it first: `{command}`"
     remedy = "correct the path, or see `chargpt data list` for texts to fetch"
     if similar := most_similar(str(path), CATALOG):
         remedy = f"did you mean `chargpt data get {similar}`?"
@@ -232,21 +230,21 @@ def _unreadable(path: str, error: OSError | ValueError) -> str:
     return f"{path} cannot be read ({reason}); change its permissions or name another file"
 
 
-def _find_glob(pattern: Path) -> Source:
+def _find_glob(pattern: Path, settings: TextConfig) -> Source:
+    root = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts))
     matches = glob.iglob(str(pattern), recursive=True)
-    paths = sorted({path.absolute() for path in map(Path, matches) if path.is_file()})
+    paths = {path.absolute() for path in map(Path, matches) if path.is_file()}
     if not paths:
         raise MissingTextError(f"no file matches {pattern}; correct the pattern or quote it")
-    name = "/".join(pattern.parts[-3:])
-    note = f"files read of {name}: {len(paths):,}, sorted by path" if len(paths) > 1 else ""
-    return Source(name, tuple(map(_text_file, paths)), note=note)
+    return _selected("/".join(pattern.parts[-3:]), root, paths, settings)
 
 
-def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
-    """Return the folder's files, sorted by path, without hidden ones."""
-    endings = tuple("." + suffix.lower().lstrip("*").lstrip(".") for suffix in suffixes)
-    paths: list[Path] = []
+def _find_folder(root: Path, settings: TextConfig) -> Source:
+    """Return the folder's files, without hidden ones."""
+    endings = tuple("." + suffix.lower().lstrip("*").lstrip(".") for suffix in settings.suffixes)
+    paths: set[Path] = set()
     others: Counter[str] = Counter()  # endings of the files that are left out
+    examples: dict[str, Path] = {}  # of these endings
     visited: set[str] = set()
 
     def reject(error: OSError) -> None:
@@ -262,9 +260,10 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
             if not path.is_file():
                 continue
             if path.name.lower().endswith(endings):
-                paths.append(path.absolute())
+                paths.add(path.absolute())
             else:
                 others[path.suffix] += 1
+                examples.setdefault(path.suffix, path)
         if len(paths) > MAX_FILES:
             raise TextError(f"{root} holds over {MAX_FILES:,} files; join them into fewer")
     kind = f"in {', '.join(endings)} (text.suffixes)"
@@ -275,16 +274,45 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
                 "continues the run)"
             )
         common = max(others, key=others.__getitem__, default="")
-        raise MissingTextError(
-            f"the folder {root} holds no file that ends {kind}; name another folder, or its files "
-            f"by a pattern, such as '{root}/**/*{common}'"
-        )
+        remedy = f"; name another folder, or its files by a pattern, such as '{root}/**/*{common}'"
+        if others and (problem := problem_of(_head(str(examples[common])))):
+            remedy = f", and {examples[common].name} (1 of {others[common]:,}) {problem}"
+        raise MissingTextError(f"the folder {root} holds no file that ends {kind}{remedy}")
+    listed = (f"{n:,} {ending or 'without an ending'}" for ending, n in others.most_common(3))
+    left_out = f"; not read: {others.total():,} ({', '.join(listed)})" if others else ""
     name = f"{root.absolute().name}/"
-    note = f"files read of {name}: {len(paths):,}, which end {kind}, sorted by path"
-    if others:
-        listed = (f"{n:,} {ending or 'without an ending'}" for ending, n in others.most_common(3))
-        note += f"; not read: {others.total():,} ({', '.join(listed)})"
-    return Source(name, tuple(map(_text_file, sorted(paths))), note=note)
+    return _selected(name, root, paths, settings, f", which end {kind}", left_out)
+
+
+def _selected(
+    name: str, root: Path, paths: set[Path], settings: TextConfig, kind: str = "", others: str = ""
+) -> Source:
+    """Return the files that `text.exclude` does not match, in natural order: 2 before 10.
+
+    Args:
+        root: absolute or not; patterns match names, and paths relative to it, also of folders.
+        kind, others: what the note says of these files, and of others.
+    """
+
+    def is_excluded(path: Path) -> bool:
+        inside = path.relative_to(root.absolute())
+        names = {path.name, *map(str, (inside, *inside.parents))}
+        return any(fnmatchcase(name, each) for each in settings.exclude for name in names)
+
+    def order(path: Path) -> tuple[list[list[str | int]], str]:
+        parts = (re.split(r"(\d+)", part) for part in path.parts)
+        return [[int(n) if n.isdecimal() else n for n in part] for part in parts], str(path)
+
+    files = sorted((path for path in paths if not is_excluded(path)), key=order)
+    if not files:
+        raise MissingTextError(
+            f"text.exclude leaves out all files of {name}: {len(paths):,}; exclude fewer"
+        )
+    if excluded := len(paths) - len(files):
+        others += f"; left out by text.exclude: {excluded:,}"
+    note = f"files read of {name}: {len(files):,}{kind}, sorted by path and number{others}"
+    is_notable = kind or len(paths) > 1
+    return Source(name, tuple(map(_text_file, files)), note=note if is_notable else "")
 
 
 @contextmanager
@@ -293,21 +321,31 @@ def opened(
 ) -> Iterator[Source]:
     """Yield a source that can be read more than once, and log what is notable about it.
 
-    Standard input becomes a temporary file in `folder`. Of several files the binary ones are left
-    out, if the encoding is `auto` and not all of them are.
+    Standard input becomes a temporary file in `folder`. Of several files those that are no text are
+    left out, if the encoding is `auto` and any of them is one.
 
     Raises:
         TextError: a file cannot be read, or standard input is longer than `max_bytes`.
     """
     if source.note:
         logger.info(source.note)
-    if encoding == "auto" and len(source.files) > 1:
-        binary = {file for file in source.files if _is_binary(file.path)}
-        texts = tuple(file for file in source.files if file not in binary)
-        if binary and any(file.size for file in texts):
-            first = Path(min(binary).path).name
-            logger.warning(f"files not read, since binary: {len(binary):,}, such as {first}")
+    if encoding == "auto":
+        heads = ((file, _head(file.path)) for file in source.files)
+        found = {file: (problem_of(head), MARKUP.match(head)) for file, head in heads}
+        problems = {file: problem for file, (problem, _) in found.items() if problem}
+        texts = tuple(file for file in source.files if file not in problems)
+        if problems and any(file.size for file in texts):
+            first = min(problems)
+            logger.warning(
+                f"files not read: {len(problems):,}, such as {Path(first.path).name}, which "
+                f"{problems[first]}"
+            )
             source = replace(source, files=texts)
+        if marked_up := [file for file, (_, is_markup) in found.items() if is_markup]:
+            logger.warning(
+                f"files of HTML or XML, whose tags are read as text: {len(marked_up):,}, such as "
+                f"{Path(marked_up[0].path).name}; `pandoc -t plain` removes them"
+            )
     if source.files or source.stream is not None:
         yield source
         return
@@ -316,10 +354,9 @@ def opened(
         yield replace(source, stream=copy)
 
 
-def _is_binary(path: str) -> bool:
-    """Return whether the first chunk of a file holds a NUL byte, and no byte order mark."""
-    head, _ = next(_read(path, None))
-    return b"\0" in head and not head.startswith(tuple(mark for mark, _ in BOMS))
+def _head(path: str) -> bytes:
+    """Return the first chunk of a file, decompressed."""
+    return next(_read(path, None))[0]
 
 
 def copy_stdin(write: Callable[[bytes], object], max_bytes: int) -> None:
@@ -416,10 +453,27 @@ def text_pieces(
         TextError: bytes that do not decode, named with their offset, if errors are `strict`.
     """
     codec = codec_name(settings.encoding)
-    files = (
-        _decode_file(name, codec, settings.encoding_errors, map(itemgetter(1), group))
-        for name, group in groupby(chunks, key=itemgetter(0))
-    )
+    joins = not eos_token_of(settings.documents)
+
+    def decode(name: str, pairs: Iterator[Any]) -> Iterator[str]:
+        text = following = ""
+        newline = "\n"
+
+        def contents() -> Iterator[bytes]:
+            nonlocal following
+            for (_, content), after in pairs:
+                following = after[0]
+                yield content
+
+        for text in _decode_file(name, codec, settings.encoding_errors, contents()):
+            if "\r\n" in text:
+                newline = "\r\n"
+            yield text
+        if following and joins and text and text[-1] not in "\r\n" + LINE_ENDS:
+            yield newline  # so that the file's last word is not joined to the next file's first
+
+    pairs = pairwise(chain(chunks, [("", b"")]))  # chunks, each with the next
+    files = (decode(name, group) for name, group in groupby(pairs, key=lambda pair: pair[0][0]))
     if settings.newlines == "lf":
         files = (lf_newlines(pieces, LINE_ENDS) for pieces in files)
     return mark_documents(files, settings.documents, places)
@@ -434,20 +488,24 @@ def lf_newlines(pieces: Iterator[str], line_ends: str = "") -> Iterator[str]:
     yield decoder.decode("", final=True)
 
 
+def _codec_of(codec: str, head: bytes) -> str:
+    """Return the codec of a file: that of its byte order mark, if `codec` leaves it open."""
+    for mark, marked in BOMS:
+        if head.startswith(mark) and (codec == "auto" or marked.startswith(codec)):
+            return marked
+    return "utf-8" if codec in ("auto", "utf-8-sig") else codec
+
+
 def _decode_file(name: str, codec: str, errors: str, contents: Iterator[bytes]) -> Iterator[str]:
     """Yield the text of one file's chunks, which may end inside a character, without its BOM."""
     head = next(contents)
-    if codec == "auto":
-        codec = next((marked for mark, marked in BOMS if head.startswith(mark)), "utf-8")
+    codec = _codec_of(codec, head)
+    if codec == "utf-8" and (problem := problem_of(head)):
+        raise TextError(f"{name} {problem}")
     decoder = codecs.getincrementaldecoder(codec)(errors)
     offset = 0  # of the chunk's first byte
     is_start = True
     for content in chain([head], contents, [b""]):
-        if codec in {"utf-8", "utf-8-sig"} and (index := content.find(b"\0")) >= 0:
-            raise TextError(
-                f"{name} holds a NUL byte at offset {offset + index:,}, so it is binary, or UTF-16 "
-                "without a byte order mark; name a text, or try --encoding utf-16-le"
-            )
         n_pending = len(decoder.getstate()[0])  # bytes of an incomplete character
         try:
             text = decoder.decode(content, final=not content)
@@ -461,16 +519,37 @@ def _decode_file(name: str, codec: str, errors: str, contents: Iterator[bytes]) 
 
 def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str:
     """Return the message for an error in bytes that begin at `offset` of the file."""
-    problem, examples = str(error), ""
+    problem, guesses = str(error), ""
     if isinstance(error, UnicodeDecodeError):
         byte = f"0x{error.object[error.start]:02X}"
         problem = f"byte {byte} at offset {offset + error.start:,}: {error.reason}"
-        likely = [match.encoding for match in from_bytes(error.object, cp_isolation=[*OLDER])]
-        examples = f", for example {' or '.join(likely[:3])}" if likely else ""
+        guesses = guess_encodings(error.object, error.start)
     return (
         f"{name} is not {codec.upper()} text ({problem}); convert it to UTF-8, name the encoding "
-        f"of the whole text with --encoding{examples}, or replace what does not decode with "
+        f"of the whole text{guesses or ' with --encoding'}, or replace what does not decode with "
         "--encoding-errors replace"
+    )
+
+
+def decode_bytes(content: bytes, encoding: str, name: str = "the text") -> tuple[str, str, str]:
+    """Return a text as a corpus reads it, its codec, and its byte order mark or "".
+
+    Raises:
+        TextError: the bytes do not decode, or the text does not encode to the same bytes.
+    """
+    if content.startswith(GZIP_MAGIC):
+        raise TextError(
+            f"{name} is a gzip file, whose bytes would not be restored; decompress it with gunzip"
+        )
+    codec = _codec_of(codec_name(encoding), content)
+    text = "".join(text_pieces([(name, content)], TextConfig(encoding=codec)))
+    for mark in ("", BYTE_ORDER_MARK):
+        with suppress(UnicodeEncodeError):
+            if (mark + text).encode(codec) == content:
+                return text, codec, mark
+    raise TextError(
+        f"{name} is read as {codec.upper()}, which does not give the same bytes back; convert it "
+        "to UTF-8"
     )
 
 
