@@ -115,7 +115,7 @@ REFUSALS = [
         "the section attention of a trained gpt",
         "name the run of one",
     ),
-    ("compress RUN none.txt packed", 2, "none.txt cannot be read", "name another file"),
+    ("compress RUN none.txt packed", 2, "there is no file none.txt", "correct the path"),
     ("compress RUN other.txt packed", 2, "U+0416", "--unknown skip or replace"),
     ("compress RUN TEXT a.txt", 2, "a.txt exists", "--force"),
     ("decompress RUN TEXT a.txt", 2, "a.txt exists", "--force"),
