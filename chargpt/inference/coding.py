@@ -82,8 +82,8 @@ def decode(run: Run, content: bytes, encoding: str, name: str = "the text") -> t
     """
     text, codec, mark = decode_bytes(content, encoding, name)
     lines = text.replace("\r\n", "\n")
-    has_crlf = lines != text and bool(run.tokenizer.find_unknown("\r"))
-    has_crlf = has_crlf and lines.replace("\n", "\r\n") == text
+    lacks_cr = bool(run.tokenizer.find_unknown("\r"))
+    has_crlf = lacks_cr and lines != text and lines.replace("\n", "\r\n") == text
     return lines if has_crlf else text, Form(bool(mark), has_crlf, codec.encode())
 
 
