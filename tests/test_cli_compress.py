@@ -61,10 +61,14 @@ def test_what_training_reads_is_compressed_and_the_same_bytes_restored(
     assert "outside the vocabulary" not in done.stderr
     assert cli("decompress", trained, "packed", "back.txt").returncode == 0
     assert Path("back.txt").read_bytes() == content
-    packed = bytearray(Path("packed").read_bytes())
-    packed[35] ^= 1  # the line ends
-    Path("damaged").write_bytes(packed)
-    assert "checksum differs" in cli("decompress", trained, "damaged", "x.txt").stderr
+    packed = Path("packed").read_bytes()
+    for number, damage, message in (
+        (35, b"\1" if newline == "\n" else b"\0", "checksum differs"),
+        (36, b"idna\0\0\0\0\0\0", "is damaged"),
+        (36, b"\xff", "is damaged"),
+    ):
+        Path("damaged").write_bytes(packed[:number] + damage + packed[number + len(damage) :])
+        assert message in cli("decompress", trained, "damaged", "x.txt").stderr
 
 
 def test_a_file_whose_bytes_would_not_be_restored_is_not_compressed(

@@ -88,11 +88,18 @@ def decode(run: Run, content: bytes, encoding: str, name: str = "the text") -> t
 
 
 def _encode(text: str, form: Form) -> bytes:
-    """Return the bytes of a text in a form; characters that the codec lacks become `?`."""
+    """Return the bytes of a text in a form; characters that the codec lacks become `?`.
+
+    Raises:
+        TextError: there is no such codec.
+    """
     if form.has_crlf:
         text = text.replace("\n", "\r\n")
-    codec = codec_name(form.codec.rstrip(b"\0").decode(errors="replace"))
-    return (BYTE_ORDER_MARK * form.has_mark + text).encode(codec, "replace")
+    try:
+        codec = codec_name(form.codec.rstrip(b"\0").decode())
+        return (BYTE_ORDER_MARK * form.has_mark + text).encode(codec, "replace")
+    except (TextError, UnicodeError):  # the latter from codecs of host names
+        raise TextError("the file is damaged: its text has no such encoding; restore it") from None
 
 
 def compress(

@@ -544,7 +544,7 @@ def decode_bytes(content: bytes, encoding: str, name: str = "the text") -> tuple
     codec = _codec_of(codec_name(encoding), content)
     text = "".join(text_pieces([(name, content)], TextConfig(encoding=codec)))
     for mark in ("", BYTE_ORDER_MARK):
-        with suppress(UnicodeEncodeError):
+        with suppress(UnicodeError):
             if (mark + text).encode(codec) == content:
                 return text, codec, mark
     raise TextError(
