@@ -132,7 +132,7 @@ def prepare(
                         break
                 documents = sure_documents(start)
                 settings = settings.model_copy(update={"documents": documents})
-            is_last = len(source.files) > 1 and "val" not in parts
+            is_last = len(parts["train"].files) > 1 and "val" not in parts
             if is_last and settings.documents is None:
                 logger.warning(
                     "the validation split is the end of the last files; -s text.documents=files "
@@ -160,53 +160,14 @@ def _encode(
         if not counted[split].any():
             raise TextError(f"{part.name} is empty; give a text that holds characters")
     counts = sum(counted.values(), np.zeros_like(counted["train"]))
-    only = np.flatnonzero((counts > 0) & (counted["train"] == 0))
-    if only.size:
-        names = name_characters(codes_to_text(only[np.argsort(-counts[only], kind="stable")]))
-        logger.warning(f"characters of held-out files that the training text lacks: {names}")
-    if settings.encoding_errors == "replace" and (count := int(counts[ord(REPLACEMENT)])):
-        logger.warning(
-            f"bytes that do not decode, replaced by U+FFFD: {count:,}, "
-            f"{count / counts.sum():.2%} of the characters"
-        )
-    if n_nul := int(counts[0]):
-        logger.warning(f"NUL characters, U+0000, in the text: {n_nul:,}")
+    _log_characters(counts, counted["train"], settings)
     min_count = settings.min_count or choose_min_count(counts)
     rare = settings.rare if min_count > 1 else "keep"
-    eos_token = eos_token_of(settings.documents)
     tokenizer = CharTokenizer.from_counts(
-        counts, min_count, rare, eos_token, settings.extra_characters
+        counts, min_count, rare, eos_token_of(settings.documents), settings.extra_characters
     )
-    places, path, begins, first_documents = Places(), folder / TOKENS, list[int](), list[int]()
-
-    def encoded() -> Iterator[Tokens]:
-        n_tokens = 0
-        for part in parts.values():
-            begins.append(n_tokens)
-            first_documents.append(len(places.lines))
-            chunks = iter_chunks(part, on_progress, "encoding")
-            for text in text_pieces(chunks, settings, places):
-                tokens = tokenizer.encode(text, "replace")
-                n_tokens += len(tokens)
-                yield tokens
-
-    checksums = {TOKENS: _write(path, encoded())}
-    if eos_token:
-        tokens = np.memmap(path, dtype=tokenizer.dtype, mode="r")
-        path.unlink()  # the map keeps its content
-        orders = [
-            first + shuffled_order(end - first, settings.seed)
-            for first, end in pairwise([*first_documents, len(places.lines)])
-        ]
-        order = np.concatenate(orders)
-        lines = np.frombuffer(places.lines, np.int64)[order]
-        checksums = {
-            TOKENS: _write(path, shuffled(tokens, tokenizer.eos_token_id, order)),
-            LINES: _write(folder / LINES, iter([lines])),
-        }
-    for name in checksums:
-        with open(folder / name, "rb") as file:
-            os.fsync(file.fileno())
+    places = Places()
+    begins, checksums = _write_tokens(parts, settings, tokenizer, places, folder, on_progress)
     files = [file for part in parts.values() for file in (part.files or [None])]
     meta = _Meta(
         name=_as_utf8(parts["train"].name),
@@ -229,6 +190,69 @@ def _encode(
     content["crc32"] = zlib.crc32(to_json(content))
     write_synced(folder / META, [to_json(content)])
     return _open(folder, settings, tokenizer, meta)
+
+
+def _log_characters(counts: Ints, trained: Ints, settings: TextConfig) -> None:
+    """Log which characters may be a mistake, by the counts of the code points, (0x110000,).
+
+    `trained` are those of the training text.
+    """
+    only = np.flatnonzero((counts > 0) & (trained == 0))
+    if only.size:
+        names = name_characters(codes_to_text(only[np.argsort(-counts[only], kind="stable")]))
+        logger.warning(f"characters of held-out files that the training text lacks: {names}")
+    if settings.encoding_errors == "replace" and (count := int(counts[ord(REPLACEMENT)])):
+        logger.warning(
+            f"bytes that do not decode, replaced by U+FFFD: {count:,}, "
+            f"{count / counts.sum():.2%} of the characters"
+        )
+    if n_nul := int(counts[0]):
+        logger.warning(f"NUL characters, U+0000, in the text: {n_nul:,}")
+
+
+def _write_tokens(
+    parts: Mapping[str, Source],
+    settings: TextConfig,
+    tokenizer: CharTokenizer,
+    places: Places,
+    folder: Path,
+    on_progress: TextProgress | None,
+) -> tuple[list[int], dict[str, tuple[int, int]]]:
+    """Write the tokens of all parts, documents shuffled within each, and their lines.
+
+    Returns the number of tokens before each part, and the sizes and checksums of the files.
+    """
+    begins, first_documents, path = list[int](), list[int](), folder / TOKENS
+
+    def encoded() -> Iterator[Tokens]:
+        n_tokens = 0
+        for part in parts.values():
+            begins.append(n_tokens)
+            first_documents.append(len(places.lines))
+            chunks = iter_chunks(part, on_progress, "encoding")
+            for text in text_pieces(chunks, settings, places):
+                tokens = tokenizer.encode(text, "replace")
+                n_tokens += len(tokens)
+                yield tokens
+
+    checksums = {TOKENS: _write(path, encoded())}
+    if tokenizer.eos_token:
+        tokens = np.memmap(path, dtype=tokenizer.dtype, mode="r")
+        path.unlink()  # the map keeps its content
+        orders = [
+            first + shuffled_order(end - first, settings.seed)
+            for first, end in pairwise([*first_documents, len(places.lines)])
+        ]
+        order = np.concatenate(orders)
+        lines = np.frombuffer(places.lines, np.int64)[order]
+        checksums = {
+            TOKENS: _write(path, shuffled(tokens, tokenizer.eos_token_id, order)),
+            LINES: _write(folder / LINES, iter([lines])),
+        }
+    for name in checksums:
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
+    return begins, checksums
 
 
 def _as_utf8(name: str) -> str:

@@ -523,7 +523,8 @@ def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str
     if isinstance(error, UnicodeDecodeError):
         byte = f"0x{error.object[error.start]:02X}"
         problem = f"byte {byte} at offset {offset + error.start:,}: {error.reason}"
-        guesses = guess_encodings(error.object, error.start)
+        if error.reason != "unexpected end of data":  # a file that was cut
+            guesses = guess_encodings(error.object, error.start)
     return (
         f"{name} is not {codec.upper()} text ({problem}); convert it to UTF-8, name the encoding "
         f"of the whole text{guesses or ' with --encoding'}, or replace what does not decode with "
