@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -86,30 +86,11 @@ def evaluate(
         found = loaded.tokenizer.find_unknown(content)
         runs.warn_of_own_text(loaded, str(text), content)
 
-    caught: list[int] = []  # signals
-
-    def measure(run: Run, name: str) -> Evaluation:
-        """Evaluate a run with a progress bar, until a signal comes."""
-        with (
-            catch_signals(),
-            deferred_signals(hang_up) as signals,
-            console.show_progress("character", f"scored, {name}") as on_progress,
-        ):
-            result = evaluation.evaluate(
-                run,
-                split,
-                protocol,
-                tokens=tokens,
-                stride=stride,
-                max_characters=max_characters,
-                on_progress=on_progress,
-                is_stopped=lambda: bool(signals),
-            )
-        caught.extend(signals)
-        return replace(result, n_unknown=len(found))
-
+    caught: list[int] = []
+    chosen = {"split": split, "protocol": protocol, "tokens": tokens, "stride": stride}
+    chosen["max_characters"] = max_characters
     start, kind = time.perf_counter(), loaded.config.model.kind
-    result = measure(loaded, kind)
+    result = replace(measure(loaded, kind, chosen, caught), n_unknown=len(found))
     seconds = time.perf_counter() - start
     measured = {f"{kind}, step {loaded.step:,}": result}
     wants_mixture = not caught and (has_mixture(loaded) if mixture is None else mixture)
@@ -117,7 +98,8 @@ def evaluate(
         console.say(f"without {MIXTURE_LABEL}: the n-grams were counted from the training split")
     elif wants_mixture:
         try:
-            measured[MIXTURE_LABEL] = measure(runs.load_run_mixture(loaded), MIXTURE_LABEL)
+            mixed = measure(runs.load_run_mixture(loaded), MIXTURE_LABEL, chosen, caught)
+            measured[MIXTURE_LABEL] = replace(mixed, n_unknown=len(found))
         except RunError as error:
             if mixture:
                 raise
@@ -140,10 +122,23 @@ def evaluate(
     else:
         show(loaded, measured, f"{name}, {'all of it' if text else f'{split} split'}", seconds)
     if caught:
-        console.say("stopped: the loss is that of the blocks scored so far, a random part")
-        stop = Stopped(caught[0])
-        stop.is_reported = True
-        raise stop
+        raise Stopped(caught[0])
+
+
+def measure(run: Run, name: str, chosen: dict[str, Any], caught: list[int]) -> Evaluation:
+    """Evaluate a run with a progress bar; a signal ends it, and is appended to `caught`."""
+    with (
+        catch_signals(),
+        deferred_signals(hang_up) as signals,
+        console.show_progress("character", f"scored, {name}") as on_progress,
+    ):
+        result = evaluation.evaluate(
+            run, on_progress=on_progress, is_stopped=lambda: bool(signals), **chosen
+        )
+    if signals:
+        console.say("the loss is that of the blocks scored so far, a random part of the text")
+    caught += signals
+    return result
 
 
 def show(run: Run, measured: Mapping[str, Evaluation], title: str, seconds: float) -> None:
