@@ -263,8 +263,8 @@ def find_overlap(
     long, anchors = tables[len(short) :], _Anchors(joined, training.dtype)
     for first in range(0, len(training) if lengths else 0, CHUNK):
         chunk = np.asarray(training[first : first + CHUNK + lengths[-1] - 1])
-        for group, is_scanned in ((short, np.ones(len(chunk), bool)), (long, anchors.near(chunk))):
-            positions = np.flatnonzero(is_scanned) if group else np.zeros(0, dtype=np.int64)
+        for group in filter(None, (short, long)):
+            positions = np.arange(len(chunk)) if group is short else anchors.near(chunk)
             sums = _prefix_sums(chunk[positions], powers)
             for table in group:
                 count = max(0, len(positions) - table.n + 1)
@@ -298,7 +298,7 @@ class _HashTable:
         self.find_only(self.hashes)
 
     def find_only(self, hashes: Hashes) -> None:
-        """Skip the other hashes from now on, or most of them."""
+        """Leave out the other hashes from now on, or most of them, for speed."""
         self.filter = np.zeros(2**TABLE_BITS, dtype=bool)
         self.filter[hashes >> np.uint64(64 - TABLE_BITS)] = True
 
@@ -336,8 +336,8 @@ class _Anchors(_HashTable):
             hashes = (hashes ^ word) * np.uint64(BASE)
         return hashes
 
-    def near(self, chunk: Tokens) -> npt.NDArray[np.bool_]:
-        """Return which tokens of a part of the training split a match may include."""
+    def near(self, chunk: Tokens) -> Positions:
+        """Return the positions in a part of the training split that a match may include."""
         padding = self.per_word + -len(chunk) % self.per_word
         words = np.append(chunk, np.zeros(padding, chunk.dtype)).view(np.uint64)
         count = max(0, len(words) - self.n_words + 1)
@@ -345,7 +345,7 @@ class _Anchors(_HashTable):
         is_near = np.zeros(len(chunk), dtype=bool)
         near = found[:, None] * self.per_word + np.arange(1 - self.per_word, MIN_MATCH)
         is_near[near.clip(0, len(chunk) - 1)] = True
-        return is_near
+        return np.flatnonzero(is_near)
 
 
 class _NGramTable(_HashTable):
