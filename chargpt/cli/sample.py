@@ -14,7 +14,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from chargpt.analysis.memorization import MIN_MATCH, OverlapReport, find_documents, measure_overlap
+from chargpt.analysis.memorization import (
+    MAX_SCANNED,
+    MIN_MATCH,
+    OverlapReport,
+    find_documents,
+    measure_overlap,
+)
 from chargpt.cli import console, options, runs, tables
 from chargpt.config import Config, SampleConfig, TextConfig, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, TextError
@@ -38,7 +44,6 @@ HELP = (
 MAX_RUN, MAX_RUN_FRACTION = 40, 1 / 3  # characters in a row that are the same, of a sample
 CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop", "unknown")
 MAX_SHOWN = 10  # matches in the table
-MAX_LOCATED = 100  # matches in JSON with their place; each is a search of the whole text
 MAX_PASSAGE = 80  # characters of a match in the table
 
 
@@ -337,20 +342,15 @@ def measure(corpus: Corpus, texts: list[str], settings: SampleConfig) -> Overlap
         return measure_overlap(corpus, sampled, finished, on_progress)
 
 
-def find_places(corpus: Corpus, report: OverlapReport, max_passages: int) -> dict[str, Place]:
-    """Return where the longest matches stand in the files of the training split."""
-    return corpus.find_places([match.text for match in report.longest_matches()[:max_passages]])
-
-
 def overlap_json(
     corpus: Corpus, report: OverlapReport, texts: list[str], settings: SampleConfig
 ) -> dict[str, Any]:
     """Return the overlap of each sample, with places, and which documents are new or copied."""
-    places, overlaps = find_places(corpus, report, MAX_LOCATED), []
+    overlaps = []
     for each in report.texts:
         values = dataclasses.asdict(each)
         for match in values["matches"]:
-            place = places.get(match["text"])
+            place = corpus.place_of(match.pop("position"))
             match |= place._asdict() if place else dict.fromkeys(Place._fields)
         overlaps.append({"longest": next(iter(values["matches"]), None), **values})
     result: dict[str, Any] = {"overlap": overlaps}
@@ -390,21 +390,31 @@ def print_overlap(
         f"⟦…⟧: verbatim matches of {whole}{MIN_MATCH} characters or more with the training split"
         f"{longest}"
     )
-    places = find_places(corpus, report, MAX_SHOWN)
     rows = [
-        [f"{each.length:,}", str(places.get(each.text, "-")), display_text(each.text[:MAX_PASSAGE])]
+        [
+            f"{each.length:,}",
+            str(corpus.place_of(each.position) or "-"),
+            display_text(each.text[:MAX_PASSAGE]),
+        ]
         for each in matches[:MAX_SHOWN]
     ]
     if rows:
         tables.table(["characters", "file and line", "longest matches"], rows, text_column=2)
     if rows := report.novel_rows():
         tables.table(["n", "novel n-grams", "of validation text"], rows)
+        left_out = ""
+        if len(corpus.split("train")) > MAX_SCANNED:
+            left_out = (
+                f". Below n = {MIN_MATCH} none are counted: the training split has more than "
+                f"{MAX_SCANNED:,} tokens"
+            )
         console.out_sentence(
             "novel n-grams: fraction of those of the samples that are not in the training split, "
             "and their number. From n = 20 on, fewer than in the validation text means copying; of "
             "short n-grams there are also fewer at a low temperature. Validation text: "
             f"{report.val_characters:,} of the "
             f"{console.characters(corpus.count_characters('val'))} of the validation split"
+            + left_out
         )
     # lines that the model has ended, with what the prompt has of the first
     first = texts[0].rfind("\n", 0, len(settings.prompt)) + 1

@@ -7,7 +7,7 @@ P = number of distinct pairs, B = batch size, T = block size.
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -21,7 +21,6 @@ from chargpt.errors import TextError
 from chargpt.text.source import TextFile
 from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 
-MAX_SEARCHED = 100_000_000  # tokens of the training split
 MIN_BLOCK_SIZE = 8  # shorter ones are not advised
 MAX_MIXTURE_FRACTION = 0.03  # of the text
 MIN_MIXTURE_CHARACTERS = 100  # that a mixture is fitted to
@@ -198,45 +197,52 @@ class Corpus:
             edges[1:] = np.maximum(nearest, after[1])[1:]
         return list(map(int, edges))
 
-    def find(self, passages: Iterable[str]) -> dict[str, int]:
-        """Return the index of the token at which passages first occur in the training split.
-
-        Passages that do not occur are left out; all of them, if the split is long.
-        """
-        first, training = self._edges[1], self.split("train")
-        if len(training) > MAX_SEARCHED:
-            return {}
-        content, found = training.tobytes(), {}
-        for passage in passages:
-            tokens = self.tokenizer.encode(passage, "replace").astype(training.dtype)
-            start = content.find(tokens.tobytes())
+    def find(self, passage: str) -> int | None:
+        """Return the position in the training split at which a passage first occurs, if it does."""
+        training = self.split("train")
+        content = self.tokenizer.encode(passage, "replace").astype(training.dtype)
+        for first in range(0, len(training), CHUNK):
+            chunk = training[first : first + CHUNK + len(content) - 1].tobytes()
+            start = chunk.find(content.tobytes())
             while start > 0 and start % training.itemsize:  # it begins within a token
-                start = content.find(tokens.tobytes(), start + 1)
+                start = chunk.find(content.tobytes(), start + 1)
             if start >= 0:
-                found[passage] = first + start // training.itemsize
-        return found
+                return first + start // training.itemsize
+        return None
 
-    def find_places(self, passages: Iterable[str]) -> dict[str, Place]:
-        """Return where in its files passages of the training split stand, as far as is known."""
+    def place_of(self, position: int) -> Place | None:
+        """Return file and line of a token of the training split; None of a text in memory."""
         if not self.files:
-            return {}
-        return {passage: self._place_of(index) for passage, index in self.find(passages).items()}
-
-    def _place_of(self, index: int) -> Place:
-        """Return file and line of the token with this index."""
-        begins = [file.begin for file in self.files]
+            return None
+        index, begins = self._edges[1] + position, [file.begin for file in self.files]
         if self.lines is None:
-            character = self.tokenizer.count_characters(self.tokens[:index])
-            number = bisect_right(begins, character) - 1
+            chunk = index // CHUNK
+            rest = self.tokenizer.count_characters(self.tokens[chunk * CHUNK : index])
+            number = bisect_right(begins, self._chunk_starts[chunk] + rest) - 1
             line, start = 1, self._index(begins[number])
         else:
             document = int(np.searchsorted(self._document_boundaries, index, side="right")) - 1
             before = int(self.lines[document])
             number = bisect_right(begins, before) - 1
             line, start = before - begins[number] + 1, int(self._document_boundaries[document])
-        newline = self.tokenizer.characters.find("\n")
-        line += int(np.count_nonzero(self.tokens[start:index] == newline))
+        line += self._lines_before(index) - self._lines_before(start)
         return Place(os.path.relpath(self.files[number].path), line)
+
+    def _lines_before(self, index: int) -> int:
+        """Return the number of line ends before a token."""
+        chunk = index // CHUNK
+        return int(self._chunk_lines[chunk]) + self._count_lines(self.tokens[chunk * CHUNK : index])
+
+    @cached_property
+    def _chunk_lines(self) -> Ints:
+        """Number of line ends before each chunk of tokens, and of all."""
+        chunks = (self.tokens[i : i + CHUNK] for i in range(0, self.tokens.size, CHUNK))
+        return np.cumsum([0, *map(self._count_lines, chunks)])
+
+    def _count_lines(self, tokens: Tokens) -> int:
+        characters = self.tokenizer.characters
+        line_end = "\n" if "\n" in characters else "\r"
+        return int(np.count_nonzero(tokens == characters.find(line_end)))
 
     def require_blocks(self, block_size: int) -> None:
         """Check that train and val each hold a block and the character after it.
