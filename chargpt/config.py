@@ -151,6 +151,12 @@ class TextConfig(Settings):
             raise ValueError(r"expected `auto`, `lines`, `files`, null or a separator such as \n\n")
         return "lines" if separator == "\n" else separator
 
+    @property
+    def newlines_of_items(self) -> Literal["keep", "lf"]:
+        """`lf` if the line ends become LF in training, also by the separator of documents."""
+        is_separator = self.documents == "lines" or "\n" in (self.documents or "")
+        return "lf" if is_separator else self.newlines
+
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """Fraction of the text in the validation split, after the training split."""
     test_fraction: float = Field(0.0, ge=0, lt=1)

@@ -258,3 +258,6 @@ def test_the_loss_of_a_document_is_that_of_its_characters(trained: Path, cli: Cl
     assert f"{result.nats_per_document:.2f} nats/document (gpt, step " in shown
     assert f"{mixed.nats_per_document:.2f} nats/document (gpt + n-grams)" in shown
     assert "with the documents before each as context; chargpt score " in shown
+    Path("unix.txt").write_text("\n\n".join(NAMES))
+    scored = [cli("score", trained, name).stdout for name in ("other.txt", "unix.txt")]
+    assert scored[0] == scored[1] != ""

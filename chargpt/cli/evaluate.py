@@ -120,7 +120,9 @@ def evaluate(
             facts["mixture"] = measured[MIXTURE_LABEL].as_dict()
         console.out_json(facts)
     else:
-        show(loaded, measured, f"{name}, {'all of it' if text else f'{split} split'}", seconds)
+        part = "all of it" if text else f"{split} split"
+        origin = f" of {result.held_out}" if result.held_out else ""
+        show(loaded, measured, f"{name}, {part}{origin}", seconds)
     if caught:
         raise Stopped(caught[0])
 
@@ -219,7 +221,8 @@ def score(
     if text == "-" and sys.stdin is not None and sys.stdin.isatty():
         console.say("type the text; Ctrl-D ends it")
     changes = options.given_settings(encoding=encoding, encoding_errors=encoding_errors)
-    settings = loaded.config.with_values({**changes, "text.documents": None}).text
+    as_it_stands = {"text.documents": None, "text.newlines": loaded.config.text.newlines_of_items}
+    settings = loaded.config.with_values({**changes, **as_it_stands}).text
     content = read_text(text, settings)
     runs.warn_of_own_text(loaded, text, content)
     separator = loaded.config.text.documents

@@ -188,7 +188,8 @@ def given_prompt(
         if prompt is not None:
             raise ConfigError("--prompt and --prompt-file exclude each other; give one")
         prompt = read_text(
-            file, TextConfig(encoding=encoding or "auto", newlines=run.config.text.newlines)
+            file,
+            TextConfig(encoding=encoding or "auto", newlines=run.config.text.newlines_of_items),
         )
         if prompt.endswith("\n"):
             console.say("the prompt ends with a line end, so the samples continue on a new line")

@@ -29,7 +29,7 @@ from chargpt.models import LanguageModel, eval_mode
 from chargpt.models.ngram import BIGRAM_ALPHA, NGRAM, NGRAM_ORDER, NGramLM, bigram_log_probs
 from chargpt.store.run import Run, as_run
 from chargpt.text.corpus import Corpus, Split, block_offsets, shuffled_order
-from chargpt.text.source import mark_documents, read_text, require_text
+from chargpt.text.source import LINE_ENDS, lf_newlines, mark_documents, read_text, require_text
 from chargpt.text.tokenizer import Floats, Ints, Tokens, UnknownPolicy
 
 EvaluationProtocol = Literal["blocks", "sliding", "nanogpt"]
@@ -82,9 +82,10 @@ class Evaluation:
     protocol: str
     split: str  # `mixture`, `train`, `val` or `test`; `all` for another text
     block_size: int  # T, the maximum context in tokens
-    of_characters: int | None = field(
-        default=None, compare=False
-    )  # from the text's second token on
+    # that could be scored: those from the second token on
+    of_characters: int | None = field(default=None, compare=False)
+    # name of the split's files, if it has files of its own
+    held_out: str | None = field(default=None, compare=False)
     n_unknown: int = 0  # characters outside the vocabulary, left out or replaced
     nats_per_document: float | None = None  # of a list of documents: `nats_per_char` * mean length
     # S_b and n_b, (2, blocks), or of spans, if these were given
@@ -177,18 +178,21 @@ def evaluate(
             "max_characters does not apply to the protocol nanogpt, which scores a fixed number of "
             "random blocks; choose blocks or sliding"
         )
-    run, n_unknown, scored = as_run(run), 0, "all"
+    run, n_unknown, scored, held_out = as_run(run), 0, "all", None
     settings = run.config.text
     if path is not None:
         text = read_text(path, settings)
     elif text is not None:
         require_text(text)
-        text = "".join(mark_documents([iter([text])], settings.documents))
+        pieces = lf_newlines([text], LINE_ENDS) if settings.newlines == "lf" else iter([text])
+        text = "".join(mark_documents([pieces], settings.documents))
     if text is not None:
         tokens = run.tokenizer.encode(text, unknown=unknown or settings.unknown)
         n_unknown = len(run.tokenizer.find_unknown(text))
     elif tokens is None:
-        tokens, scored = run.corpus().split(split), split
+        corpus = run.corpus()
+        tokens, scored = corpus.split(split), split
+        held_out = corpus.held_out[split].name if split in corpus.held_out else None
     result = evaluate_tokens(
         run.model,
         tokens,
@@ -210,6 +214,7 @@ def evaluate(
     return replace(
         result,
         of_characters=run.tokenizer.count_characters(tokens[1:]),
+        held_out=held_out,
         n_unknown=n_unknown,
         nats_per_document=per_document,
     )

@@ -479,7 +479,7 @@ def text_pieces(
     return mark_documents(files, settings.documents, places)
 
 
-def lf_newlines(pieces: Iterator[str], line_ends: str = "") -> Iterator[str]:
+def lf_newlines(pieces: Iterable[str], line_ends: str = "") -> Iterator[str]:
     """Yield pieces of a text with CR LF, CR and other `line_ends` as LF."""
     decoder = io.IncrementalNewlineDecoder(None, translate=True)
     table = str.maketrans(dict.fromkeys(line_ends, "\n"))
