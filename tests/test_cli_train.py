@@ -32,6 +32,17 @@ def test_train_prints_its_plan_losses_and_commands_that_succeed(verse: Path, cli
     assert RunFolder(Path("runs/lighthouse-gpt")).load("latest").state.step == 12
 
 
+def test_a_text_that_stands_twice_in_a_file_is_said_before_training_and_once_in_the_result(
+    verse: Path, cli: Cli
+) -> None:
+    Path("twice.txt").write_text(2 * verse.read_text(encoding="utf-8"))
+    done = cli("train", "twice.txt", "-c", "bigram", "-s", "train.max_steps=2")
+    described = cli("data", "info", "twice.txt")
+    said = "bout 100% of the passages of 64 characters of the validation split occur in the train"
+    for printed in (done.stderr, done.stdout, described.stdout):
+        assert " ".join(printed.split()).count(said) == 1
+
+
 def test_train_prints_its_result_as_json(verse: Path, cli: Cli) -> None:
     whole = ("-s", "train.evaluation_tokens=30000")
     done = cli("train", verse, *QUICK, *whole, "--seed", "4", "-o", "mine", "--json")
