@@ -3,9 +3,14 @@
 import gzip
 import io
 import json
+import re
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import Cli, refusal
 from shared_runs import QUICK
@@ -41,6 +46,25 @@ def test_a_text_that_stands_twice_in_a_file_is_said_before_training_and_once_in_
     said = "bout 100% of the passages of 64 characters of the validation split occur in the train"
     for printed in (done.stderr, done.stdout, described.stdout):
         assert " ".join(printed.split()).count(said) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("mixture", [0, 20_000])
+def test_the_plan_says_how_much_memory_the_process_will_take(verse: Path, mixture: int) -> None:
+    words = np.array(verse.read_text(encoding="utf-8").split())
+    Path("long.txt").write_text(" ".join(np.random.default_rng(1).choice(words, 200_000)))
+    settings = (*QUICK, "-s", f"text.mixture_characters={mixture}")
+    command = [sys.executable, "-m", "chargpt", "train", "long.txt", *settings]
+    used = 0
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            used = max(used, *map(int, re.findall(r"RssAnon:\s+(\d+) kB", status)), 0)
+            time.sleep(0.005)
+        assert process.stderr is not None
+        printed = re.search(r"needs   about ([\d.]+) MB of memory", process.stderr.read())
+    assert printed is not None
+    assert float(printed[1]) == pytest.approx(1024 * used / 1e6, rel=0.2)
 
 
 def test_train_prints_its_result_as_json(verse: Path, cli: Cli) -> None:

@@ -301,16 +301,18 @@ def shuffled(tokens: Tokens, eos_token_id: int, seed: int) -> Iterator[Tokens]:
     """Yield the tokens of a text in chunks, its documents in `shuffled_order`."""
     tokens = np.asarray(tokens)
     ends = document_ends(tokens, eos_token_id)
-    starts = np.concatenate(([0], ends[:-1]))
     order = shuffled_order(len(ends), seed)
     documents: list[Tokens] = []
     size = 0
-    for start, end in zip(starts[order].tolist(), ends[order].tolist(), strict=True):
-        documents.append(tokens[start:end])
-        size += end - start
-        if size > CHUNK:
-            yield np.concatenate(documents)
-            documents, size = [], 0
+    for first in range(0, len(order), CHUNK):  # as lists of Python, all would take much memory
+        chosen = order[first : first + CHUNK]
+        starts = np.where(chosen, ends[chosen - 1], 0)
+        for start, end in zip(starts.tolist(), ends[chosen].tolist(), strict=True):
+            documents.append(tokens[start:end])
+            size += end - start
+            if size > CHUNK:
+                yield np.concatenate(documents)
+                documents, size = [], 0
     if documents:
         yield np.concatenate(documents)
 
