@@ -24,8 +24,9 @@ from chargpt.training.start import DEFAULT_BUDGET, Request, Session, StartMode, 
 from chargpt.training.trainer import StepReport
 
 LABEL = 8  # columns of the plan's labels
-# bytes of memory for each counted token: of the n-gram baseline, of a mixture's models
-COUNTING_BYTES, MIXTURE_BYTES = 50, 200
+# bytes of memory for each token that the n-gram baseline or a mixture counts, and for each document
+COUNTING_BYTES, MIXTURE_BYTES, DOCUMENT_BYTES = 50, 170, 50
+MIXTURE_CHUNK_BYTES = 60_000_000
 START_BYTES = used_memory()  # after the imports, before a text is read
 MIN_SPARKLINE_COLUMNS = 100  # of the terminal
 
@@ -159,8 +160,10 @@ def show_plan(session: Session) -> None:
     n_counted = min(MAX_TOKENS, len(corpus.split("train")))
     ngram = trainer.learner.ngram or (session.baselines and session.baselines.ngram)
     ngram_bytes = sum(buffer.nbytes for buffer in ngram.buffers()) if ngram else 0
-    mixture_bytes = MIXTURE_BYTES * n_counted if len(corpus.split("mixture")) else 0
-    needed = max(COUNTING_BYTES * n_counted, ngram_bytes + max(n_bytes, mixture_bytes))
+    if len(corpus.split("mixture")):
+        ngram_bytes += max(0, MIXTURE_CHUNK_BYTES + MIXTURE_BYTES * n_counted - n_bytes)
+    counting_bytes = max(COUNTING_BYTES * n_counted, DOCUMENT_BYTES * corpus.n_documents)
+    needed = max(counting_bytes, ngram_bytes + n_bytes)
     console.say(
         f"text    {corpus.name}: {documents}{console.characters(corpus.n_characters)} ({lengths})\n"
         f"vocab   {corpus.tokenizer.describe()}{rare}\n"

@@ -297,11 +297,10 @@ def shuffled_order(n_documents: int, seed: int) -> Ints:
     return np.random.Philox(key=seed).random_raw(n_documents).argsort(kind="stable")
 
 
-def shuffled(tokens: Tokens, eos_token_id: int, seed: int) -> Iterator[Tokens]:
-    """Yield the tokens of a text in chunks, its documents in `shuffled_order`."""
+def shuffled(tokens: Tokens, eos_token_id: int, order: Ints) -> Iterator[Tokens]:
+    """Yield the tokens of a text in chunks, its documents in this order."""
     tokens = np.asarray(tokens)
     ends = document_ends(tokens, eos_token_id)
-    order = shuffled_order(len(ends), seed)
     documents: list[Tokens] = []
     size = 0
     for first in range(0, len(order), CHUNK):  # as lists of Python, all would take much memory

@@ -146,11 +146,11 @@ def _encode(
     if eos_token:
         tokens = np.memmap(path, dtype=tokenizer.dtype, mode="r")
         path.unlink()  # the map keeps its content
+        order = shuffled_order(len(places.lines), settings.seed)
         lines = np.frombuffer(places.lines, np.int64)
-        lines = lines[shuffled_order(len(lines), settings.seed)]
         checksums = {
-            TOKENS: _write(path, shuffled(tokens, tokenizer.eos_token_id, settings.seed)),
-            LINES: _write(folder / LINES, iter([lines])),
+            TOKENS: _write(path, shuffled(tokens, tokenizer.eos_token_id, order)),
+            LINES: _write(folder / LINES, iter([lines[order]])),
         }
     for name in checksums:
         with open(folder / name, "rb") as file:
