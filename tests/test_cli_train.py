@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -182,21 +183,28 @@ def test_resume_restarts_a_run_without_a_checkpoint(verse: Path, cli: Cli) -> No
     assert cli(*args).returncode == 0
 
 
+@pytest.mark.parametrize("text", ["my novel.txt", "novels"])
 def test_a_run_whose_text_has_changed_resumes_with_its_own_and_says_so(
-    verse: Path, cli: Cli
+    text: str, verse: Path, cli: Cli
 ) -> None:
-    shutil.copy(verse, "novel.txt")
-    cli("train", "novel.txt", *QUICK)
-    before = json.loads(cli("evaluate", "--json").stdout)["nats_per_char"]
-    Path("novel.txt").write_text("Quite another text, xyz. " * 400)
-    assert json.loads(cli("evaluate", "--json").stdout)["nats_per_char"] == before
-    done = cli("train", "--resume", "-s", "train.max_steps=8")
+    Path("novels").mkdir()
+    shutil.copy(verse, "my novel.txt" if text != "novels" else "novels/a.txt")
+    cli("train", text, *QUICK, "--out", "mine")
+    before = json.loads(cli("evaluate", "mine", "--json").stdout)["nats_per_char"]
+    grown = Path("novels/b.txt" if text == "novels" else text)
+    grown.write_text(verse.read_text(encoding="utf-8") + "Quite another text, xyz. " * 400)
+    assert json.loads(cli("evaluate", "mine", "--json").stdout)["nats_per_char"] == before
+    done = cli("train", "--resume", "mine", "-s", "train.max_steps=8")
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "has changed" in line]
-    assert line == (
-        "novel.txt has changed since the run began, and the run keeps its own copy; `chargpt train "
-        "TEXT --from runs/novel-gpt` trains on the new text"
-    )
+    assert "has changed since the run began: the run goes on with its own copy of the text" in line
+    advised = shlex.split(line.split("`")[1])
+    assert advised == ["chargpt", "train", str(Path(text).resolve()), "--from", "mine"]
+    assert cli(*advised[1:], "--out", "new", "-s", "train.max_steps=2").returncode == 0
+    assert load_run("new").corpus().n_characters > load_run("mine").corpus().n_characters
+    shutil.copy(grown, "copy.txt")
+    message = refusal(cli("train", "copy.txt", *QUICK, "--out", "mine", "--resume"))
+    assert "start a new run with another --out (from its weights: --from mine)" in message
 
 
 def test_a_run_in_use_is_rejected(trained: Path, verse: Path, cli: Cli) -> None:
