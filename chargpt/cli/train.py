@@ -25,7 +25,7 @@ from chargpt.training.trainer import StepReport
 
 LABEL = 8  # columns of the plan's labels
 # bytes of memory for each token that the n-gram baseline or a mixture counts, and for each document
-COUNTING_BYTES, MIXTURE_BYTES, DOCUMENT_BYTES = 50, 170, 32
+COUNTING_BYTES, MIXTURE_BYTES, DOCUMENT_BYTES = 50, 160, 32
 MIXTURE_CHUNK_BYTES = 60_000_000
 START_BYTES = used_memory()  # after the imports, before a text is read
 MIN_SPARKLINE_COLUMNS = 100  # of the terminal

@@ -198,14 +198,15 @@ class WordContextModel(nn.Module):
         self.in_words = in_words
         self.hashes: list[Ints] = []  # sorted, of the seen contexts of each m
         orders = []
-        all_codes = np.empty((1 + WORDS, len(tokens) - 1), dtype=np.int64)
+        all_codes = [np.empty(len(tokens) - 1, dtype=np.int64) for _ in range(1 + WORDS)]
         for start in range(0, len(tokens) - 1, CHUNK):
             chunk = tokens[None, max(0, start - LOOKBACK) : start + CHUNK].astype(np.int64)
             followers = tokens[start + 1 : start + CHUNK + 1]
             for codes, hashes in zip(all_codes, hash_contexts(chunk, in_words), strict=True):
                 hashes = hashes[0, min(start, LOOKBACK) :][: len(followers)]
                 codes[start : start + CHUNK] = hashes * vocab_size + followers
-        for codes in all_codes:
+        while all_codes:
+            codes = all_codes.pop(0)
             codes.sort()
             starts = np.flatnonzero(np.append(True, codes[1:] != codes[:-1]))
             counts = np.diff(starts, append=len(codes))
