@@ -51,13 +51,15 @@ def test_a_text_that_stands_twice_in_a_file_is_said_before_training_and_once_in_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("mixture", [0, 20_000])
-def test_the_plan_says_how_much_memory_the_process_will_take(verse: Path, mixture: int) -> None:
+def test_the_plan_says_how_much_memory_the_process_will_take(
+    verse: Path, mixture: int, tmp_path: Path
+) -> None:
     words = np.array(verse.read_text(encoding="utf-8").split())
-    Path("long.txt").write_text(" ".join(np.random.default_rng(1).choice(words, 200_000)))
+    Path(tmp_path, "long.txt").write_text(" ".join(np.random.default_rng(1).choice(words, 200_000)))
     settings = (*QUICK, "-s", f"text.mixture_characters={mixture}")
     command = [sys.executable, "-m", "chargpt", "train", "long.txt", *settings]
     used = 0
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
             status = Path(f"/proc/{process.pid}/status").read_text()
             used = max(used, *map(int, re.findall(r"RssAnon:\s+(\d+) kB", status)), 0)
