@@ -26,6 +26,7 @@ ROUNDS_BEFORE_DROPPING = 5  # after which slow numbers of threads are not tried 
 MIN_GAIN = 1.25  # by which more threads must be faster: on a busy machine their speed varies
 MIN_SPEED = 0.5  # fraction of the highest speed: below it, threads are chosen again
 RETRY_SECONDS = 20.0  # after which more threads are tried again
+TYPICAL_BYTES = 250_000_000  # of memory after imports
 MAX_CPU_INFO = 10_000  # characters of /proc/cpuinfo: the first processor and more
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -140,6 +141,12 @@ def tune_malloc() -> bool:
     return accepted == [1, 1]
 
 
+def release_memory() -> None:
+    """Return what glibc's malloc keeps for reuse to the system, after work with large arrays."""
+    if os.name == "posix" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def choose_threads(max_threads: int) -> int:
     """Time small operations with `max_threads` threads, half as many, ..., 1; set the best number.
 
@@ -231,6 +238,18 @@ def require_memory(wanted: int, what: str, device: torch.device | None = None) -
             f"{what} would need about {wanted / 1e9:,.1f} GB of memory, and there are "
             f"{limit / 1e9:,.1f} GB; make it smaller"
         )
+
+
+def used_memory() -> int:
+    """Return the bytes of memory that this process uses, without files that it maps.
+
+    Where the system does not say, a typical number after imports is returned.
+    """
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("RssAnon:"):
+                return 1024 * int(line.split()[1])
+    return TYPICAL_BYTES
 
 
 def can_capture(device: torch.device) -> bool:

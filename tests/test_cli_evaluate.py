@@ -79,21 +79,24 @@ def test_the_files_that_are_read_of_a_folder_are_printed(trained: Path, cli: Cli
         assert "files read of held/: 2, which end in .txt" in done.stderr
 
 
-def test_a_passage_of_the_training_text_is_named_as_such(
+def test_the_part_of_a_text_that_was_trained_on_is_said(
     trained: Path, cli: Cli, verse: Path
 ) -> None:
     text = verse.read_text(encoding="utf-8")
     start = len(text) - len(load_run(trained).corpus().split("val"))
-    for name, content, is_own in (
-        ("excerpt.txt", text[1000:2000], True),
-        ("val.txt", text[start + 10 : start + 900], False),
-        ("short.txt", text[1000:1100], False),
-        ("changed.txt", text[1000:1500].replace("e", "a"), False),
+    new = text[start + 10 : start + 1000]
+    for name, content, percent in (
+        ("excerpt.txt", text[1000:2000], "100"),
+        ("begins.txt", text[1001:2000] + new, "49"),
+        ("val.txt", new, None),
+        ("short.txt", text[1000:1060], None),
+        ("changed.txt", text[1000:1500].replace("e", "a"), None),
     ):
         Path(name).write_text(content)
-        warning = f"a passage of {name} is in the text that the run was trained on"
-        assert (warning in cli("score", trained, name).stderr) == is_own, name
-        assert (warning in cli("evaluate", trained, "--text", name).stderr) == is_own, name
+        warning = f"about {percent}% of the passages of 64 characters of {name} occur in the train"
+        for words in (("score", trained, name), ("evaluate", trained, "--text", name)):
+            printed = cli(*words).stderr
+            assert warning in printed if percent else "of the passages of" not in printed, name
 
 
 def test_a_huge_perplexity_is_shown_in_few_digits() -> None:

@@ -3,9 +3,15 @@
 import gzip
 import io
 import json
+import re
+import shlex
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import Cli, refusal
 from shared_runs import QUICK
@@ -30,6 +36,38 @@ def test_train_prints_its_plan_losses_and_commands_that_succeed(verse: Path, cli
     for _, *args in commands:
         assert cli(*args).returncode == 0
     assert RunFolder(Path("runs/lighthouse-gpt")).load("latest").state.step == 12
+
+
+def test_a_text_that_stands_twice_in_a_file_is_said_before_training_and_once_in_the_result(
+    verse: Path, cli: Cli
+) -> None:
+    Path("twice.txt").write_text(2 * verse.read_text(encoding="utf-8"))
+    done = cli("train", "twice.txt", "-c", "bigram", "-s", "train.max_steps=2")
+    described = cli("data", "info", "twice.txt")
+    said = "bout 100% of the passages of 64 characters of the validation split occur in the train"
+    for printed in (done.stderr, done.stdout, described.stdout):
+        assert " ".join(printed.split()).count(said) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("mixture", [0, 20_000])
+def test_the_plan_says_how_much_memory_the_process_will_take(
+    verse: Path, mixture: int, tmp_path: Path
+) -> None:
+    words = np.array(verse.read_text(encoding="utf-8").split())
+    Path(tmp_path, "long.txt").write_text(" ".join(np.random.default_rng(1).choice(words, 200_000)))
+    settings = (*QUICK, "-s", f"text.mixture_characters={mixture}")
+    command = [sys.executable, "-m", "chargpt", "train", "long.txt", *settings]
+    used = 0
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            used = max(used, *map(int, re.findall(r"RssAnon:\s+(\d+) kB", status)), 0)
+            time.sleep(0.005)
+        assert process.stderr is not None
+        printed = re.search(r"needs   about ([\d.]+) MB of memory", process.stderr.read())
+    assert printed is not None
+    assert float(printed[1]) == pytest.approx(1024 * used / 1e6, rel=0.2)
 
 
 def test_train_prints_its_result_as_json(verse: Path, cli: Cli) -> None:
@@ -167,21 +205,28 @@ def test_resume_restarts_a_run_without_a_checkpoint(verse: Path, cli: Cli) -> No
     assert cli(*args).returncode == 0
 
 
+@pytest.mark.parametrize("text", ["my novel.txt", "novels"])
 def test_a_run_whose_text_has_changed_resumes_with_its_own_and_says_so(
-    verse: Path, cli: Cli
+    text: str, verse: Path, cli: Cli
 ) -> None:
-    shutil.copy(verse, "novel.txt")
-    cli("train", "novel.txt", *QUICK)
-    before = json.loads(cli("evaluate", "--json").stdout)["nats_per_char"]
-    Path("novel.txt").write_text("Quite another text, xyz. " * 400)
-    assert json.loads(cli("evaluate", "--json").stdout)["nats_per_char"] == before
-    done = cli("train", "--resume", "-s", "train.max_steps=8")
+    Path("novels").mkdir()
+    shutil.copy(verse, "my novel.txt" if text != "novels" else "novels/a.txt")
+    cli("train", text, *QUICK, "--out", "mine")
+    before = json.loads(cli("evaluate", "mine", "--json").stdout)["nats_per_char"]
+    grown = Path("novels/b.txt" if text == "novels" else text)
+    grown.write_text(verse.read_text(encoding="utf-8") + "Quite another text, xyz. " * 400)
+    assert json.loads(cli("evaluate", "mine", "--json").stdout)["nats_per_char"] == before
+    done = cli("train", "--resume", "mine", "-s", "train.max_steps=8")
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "has changed" in line]
-    assert line == (
-        "novel.txt has changed since the run began, and the run keeps its own copy; `chargpt train "
-        "TEXT --from runs/novel-gpt` trains on the new text"
-    )
+    assert "has changed since the run began: the run goes on with its own copy of the text" in line
+    advised = shlex.split(line.split("`")[1])
+    assert advised == ["chargpt", "train", str(Path(text).resolve()), "--from", "mine"]
+    assert cli(*advised[1:], "--out", "new", "-s", "train.max_steps=2").returncode == 0
+    assert load_run("new").corpus().n_characters > load_run("mine").corpus().n_characters
+    shutil.copy(grown, "copy.txt")
+    message = refusal(cli("train", "copy.txt", *QUICK, "--out", "mine", "--resume"))
+    assert "start a new run with another --out (from its weights: --from mine)" in message
 
 
 def test_a_run_in_use_is_rejected(trained: Path, verse: Path, cli: Cli) -> None:

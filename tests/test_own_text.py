@@ -89,14 +89,20 @@ def test_a_moved_run_resumes_to_the_same_bits_as_in_place(there: Cli, moved: Pat
 
 def test_a_run_of_an_earlier_version_is_given_its_text(cli: Cli, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN, "old")
-    text = REPOSITORY / "data" / "lighthouse.txt"
+    text = shutil.copy(REPOSITORY / "data" / "lighthouse.txt", "any name.txt")
     assert cli("sample", "old", "-n", "5").returncode == 0
-    message = refusal(cli("evaluate", "old"))
-    assert "`chargpt train TEXT --resume --out old` gives it its text" in message
+    commands = [
+        *(("evaluate", "old"), ("compare", "old", "old"), ("report", "old"), ("explain", "old")),
+        *(("sample", "old", "--overlap"), ("train", "--resume", "old", "-s", "train.max_steps=21")),
+    ]
+    remedy = "give it the same text, under any name, with `chargpt train TEXT --resume --out old`"
+    for command in commands:
+        assert remedy in refusal(cli(*command))
     Path("other.txt").write_text("quite another text\n" * 99)
-    config = ("-c", "old/config.yaml")
-    other = refusal(cli("train", "other.txt", "--resume", "--out", "old", *config))
-    assert "is not the text that the run was trained on" in other
-    done = cli("train", text, "--resume", "--out", "old", *config)
-    assert "has done all its" in done.stderr
-    assert cli("evaluate", "old").returncode == 0
+    for config in ((), ("-c", "old/config.yaml")):
+        other = refusal(cli("train", "other.txt", "--resume", "--out", "old", *config))
+        assert "is not the text that the run was trained on" in other
+        done = cli("train", text, "--resume", "--out", "old", *config)
+        assert "has done all its" in done.stderr
+    for command in commands:
+        assert cli(*command).returncode == 0

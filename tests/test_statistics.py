@@ -196,9 +196,27 @@ def test_documents_of_the_validation_split_that_were_trained_on_are_counted(docu
             for split in ("train", "val")
         )
         counted = sum(name in train for name in val)
-        shown = f"{counted:,} of {len(val):,} documents of the validation split"
+        shown = (
+            f"{counted:,} of {len(val):,} documents ({counted / len(val):.0%}) of the validation"
+        )
         assert (shown in warn_of_repeats(corpus)) == warned
-    assert not warn_of_repeats(load_corpus(TextConfig(), text=text))
+
+
+@pytest.mark.parametrize("n_kinds", [60, 600])  # a token of one byte, of two
+@pytest.mark.parametrize("offset", [0, 1, 6, 7, 4003])
+def test_the_part_of_the_validation_split_that_was_trained_on_is_said_wherever_it_stands(
+    n_kinds: int, offset: int
+) -> None:
+    rng = np.random.default_rng(offset)
+    text, new = (
+        "".join(map(chr, rng.integers(0x4E00, 0x4E00 + n_kinds, size))) for size in (90_000, 10_000)
+    )
+    blanks = " " * 200 + "-" * 200  # which many texts hold
+    for n_new, expected in ((10_000, 0), (9_800, 0), (5_300, 47), (0, 100)):
+        val = new[:n_new] + text[offset : offset + 10_000 - n_new]
+        warning = warn_of_repeats(load_corpus(TextConfig(), text=blanks + text + val + blanks))
+        said = re.match(r"about (\d+)% of the passages of 64 characters of the validation", warning)
+        assert abs(int(said[1]) - expected) < 5 if said else not expected
 
 
 @pytest.mark.parametrize(
@@ -206,7 +224,10 @@ def test_documents_of_the_validation_split_that_were_trained_on_are_counted(docu
     [
         ("abab" * 10, "too few"),
         ("one\r\n\r\n" * 5000, "line ends: 10,000 CR LF, "),
-        ("".join(map(chr, range(0x4E00, 0x4E00 + 6000))) * 2, "vocabulary of 6,000"),
+        (
+            "".join(map(chr, (*range(20_000, 26_000), *range(25_999, 19_999, -1)))),
+            "vocabulary of 6,000",
+        ),
         ("".join(map(chr, range(0x4E00, 0x4E00 + 50))) + "a" * 20_000, "50 of the 51 characters"),
     ],
 )

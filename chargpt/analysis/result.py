@@ -12,7 +12,7 @@ from chargpt.models.ngram import NGRAM
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, Split
-from chargpt.text.describe import SplitDifference, compare_splits
+from chargpt.text.describe import SplitDifference, compare_splits, warn_of_repeats
 
 MIN_RISE = 0.02  # nats above the best validation loss that count as over-fitting, not noise
 LAST_STEPS = 10  # whose mean is the last training loss
@@ -43,6 +43,7 @@ class RunScores:
     split_difference: SplitDifference | None = None  # of the validation from the training split
     epochs: float = math.inf  # of training, in passes over the training split
     val_origin: str = ""  # " of NAME" if the validation split has files of its own
+    repeats: str = ""  # warning that the training split holds much of the validation split
 
     @property
     def scored_on(self) -> str:
@@ -152,7 +153,8 @@ def evaluate_run(
     mixture = evaluate_tokens(mixture_run.model, val, max_tokens=scored) if mixture_run else None
     n_val, origin = corpus.count_characters("val"), corpus.origin("val")
     epochs = run.step * run.config.tokens_per_step / len(corpus.split("train"))
-    return RunScores(reference, losses, n_val, mixture, compare_splits(corpus), epochs, origin)
+    unlike, repeats = compare_splits(corpus), warn_of_repeats(corpus)
+    return RunScores(reference, losses, n_val, mixture, unlike, epochs, origin, repeats)
 
 
 def difference(evaluation: Evaluation, reference: Evaluation | BaselineLoss) -> tuple[float, float]:
@@ -216,9 +218,9 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
         )
     if scores.mixture is not None:
         sentences.append(describe_mixture(scores, scores.mixture))
-    if scores.split_difference is not None:
-        warning = scores.split_difference.warning
-        sentences.append(f"{warning[0].upper()}{warning[1:]}.")
+    unlike = scores.split_difference.warning if scores.split_difference else ""
+    warnings = filter(None, (unlike, scores.repeats))
+    sentences += [f"{warning[0].upper()}{warning[1:]}." for warning in warnings]
     curve, best = validation_curve(records), run.state.best_nats_per_char
     last = curve[-1][1] if curve else val.nats_per_char
     if has_diverged(last, scores, records):

@@ -1,6 +1,5 @@
 """`chargpt runs` and `verify`: the runs in a folder, and whether one is intact; loading a run."""
 
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,10 +13,9 @@ from chargpt.store import verify as checks
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run, open_run
+from chargpt.text.describe import describe_repeats
 from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import name_characters
-
-PASSAGE = 200  # characters in the middle of a text that are searched in the training split
 
 
 def runs(
@@ -138,21 +136,22 @@ def load_named_run(
 
 
 def warn_of_own_text(run: Run, path: str, content: str) -> None:
-    """Say that a text has the path of the run's text, or that its middle is in the training split.
+    """Say how much of a text is in the training split, or that it is the file of the run's text.
 
     Of a run without a text, only the paths are compared.
     """
     own = run.config.text.path
-    is_own = own not in (None, STDIN) and Path(path).resolve() == Path(str(own)).resolve()
-    start = max(0, (len(content) - PASSAGE) // 2)
-    passage = content[start : start + PASSAGE]
-    if not is_own and len(passage) == PASSAGE:
-        with suppress(ChargptError):
-            is_own = run.corpus().find(passage) is not None
-    if is_own:
+    try:
+        tokens = run.tokenizer.encode(content, "replace")
+        found = describe_repeats(run.corpus(), tokens)
+        trained_on = found and f"{found} of {path} occur in the training split of the run"
+    except ChargptError:
+        is_own = own not in (None, STDIN) and Path(path).resolve() == Path(str(own)).resolve()
+        trained_on = f"{path} is the file that the run was trained on" if is_own else ""
+    if trained_on:
         console.say(
-            f"a passage of {path} is in the text that the run was trained on: its loss is lower "
-            "than that of a new text; chargpt evaluate measures the validation split"
+            f"{trained_on}: its loss is lower than that of a new text; chargpt evaluate measures "
+            "the validation split"
         )
 
 

@@ -14,9 +14,9 @@ import typer
 from chargpt.cli import console, options
 from chargpt.cli.main import catch_signals, say_stopping
 from chargpt.config import ModelConfig
-from chargpt.device import default_threads
+from chargpt.device import default_threads, used_memory
 from chargpt.errors import ConfigError, FinishedError, Stopped
-from chargpt.models.ngram import NGRAM
+from chargpt.models.ngram import MAX_TOKENS, NGRAM
 from chargpt.text.display import display_char
 from chargpt.text.source import RECORD_SEPARATOR
 from chargpt.training.learner import training_bytes
@@ -24,6 +24,10 @@ from chargpt.training.start import DEFAULT_BUDGET, Request, Session, StartMode, 
 from chargpt.training.trainer import StepReport
 
 LABEL = 8  # columns of the plan's labels
+# bytes of memory for each token that the n-gram baseline or a mixture counts, and for each document
+COUNTING_BYTES, MIXTURE_BYTES, DOCUMENT_BYTES = 50, 160, 32
+MIXTURE_CHUNK_BYTES = 60_000_000
+START_BYTES = used_memory()  # after the imports, before a text is read
 MIN_SPARKLINE_COLUMNS = 100  # of the terminal
 
 
@@ -152,6 +156,13 @@ def show_plan(session: Session) -> None:
     n_tokens = n_steps * config.tokens_per_step
     n_characters = round(n_tokens * corpus.characters_per_token)
     n_bytes = training_bytes(config, corpus.tokenizer.vocab_size, trainer.learner.micro_batch_size)
+    n_counted = min(MAX_TOKENS, len(corpus.split("train")))
+    ngram = trainer.learner.ngram or (session.baselines and session.baselines.ngram)
+    ngram_bytes = sum(buffer.nbytes for buffer in ngram.buffers()) if ngram else 0
+    if len(corpus.split("mixture")):
+        ngram_bytes += max(0, MIXTURE_CHUNK_BYTES + MIXTURE_BYTES * n_counted - n_bytes)
+    counting_bytes = max(COUNTING_BYTES * n_counted, DOCUMENT_BYTES * corpus.n_documents)
+    needed = max(counting_bytes, ngram_bytes + n_bytes)
     console.say(
         f"text    {corpus.name}: {documents}{console.characters(corpus.n_characters)} "
         f"({corpus.describe_splits()})\n"
@@ -162,8 +173,8 @@ def show_plan(session: Session) -> None:
         f"plan    {n_steps:,} steps x {config.train.batch_size} sequences x "
         f"{config.model.block_size} tokens = {console.short(n_characters)} characters "
         f"({console.short(n_tokens / len(corpus.split('train')))} epochs)\n"
-        f"needs   about {console.size(n_bytes)} for model and batches, and "
-        f"{console.duration(session.expected_seconds)}",
+        f"needs   about {console.size(START_BYTES + needed)} of memory, {console.size(n_bytes)} of "
+        f"it for model and batches, and {console.duration(session.expected_seconds)}",
         hanging=LABEL * " ",
     )
 

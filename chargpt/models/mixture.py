@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chargpt.device import release_memory
 from chargpt.models import KVCache, LanguageModel
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import MAX_TOKENS, UNSEEN, NGramLM, NGramOrder
@@ -52,7 +53,7 @@ LOOKBACK = 32
 NO_TOKEN = -1  # before the start of a text
 MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 INVERSE = pow(MULTIPLIER, -1, 1 << 64)
-CHUNK = 1 << 20  # tokens hashed at once
+CHUNK = 1 << 18  # tokens hashed at once
 
 
 class Gate(nn.Module):
@@ -100,6 +101,7 @@ class Mixture(LanguageModel):
 
     def fit_counts(self, tokens: Tokens) -> None:
         """Estimate the n-gram models from the last MAX_TOKENS token ids."""
+        release_memory()  # counting takes the most memory of a run
         self.tokens = np.array(tokens[-MAX_TOKENS:])
         with ThreadPoolExecutor(1) as pool:  # numpy sorts without Python's lock
             words = pool.submit(WordContextModel, self.tokens, self.vocab_size, self.in_words)
@@ -193,23 +195,30 @@ class WordContextModel(nn.Module):
 
     def __init__(self, tokens: Tokens, vocab_size: int, in_words: Bools) -> None:
         super().__init__()
-        tokens = tokens.astype(np.int64)
         self.in_words = in_words
         self.hashes: list[Ints] = []  # sorted, of the seen contexts of each m
-        orders, chunks = [], []
-        for start in range(0, len(tokens), CHUNK):
-            chunk = tokens[None, max(0, start - LOOKBACK) : start + CHUNK]
-            found = hash_contexts(chunk, in_words)
-            chunks.append([hashes[0, min(start, LOOKBACK) :] for hashes in found])
-        for hashes in map(np.concatenate, zip(*chunks, strict=True)):
-            codes, counts = np.unique(hashes[:-1] * vocab_size + tokens[1:], return_counts=True)
-            contexts, followers = np.divmod(codes, vocab_size)
+        orders = []
+        all_codes = [np.empty(len(tokens) - 1, dtype=np.int64) for _ in range(1 + WORDS)]
+        for start in range(0, len(tokens) - 1, CHUNK):
+            chunk = tokens[None, max(0, start - LOOKBACK) : start + CHUNK].astype(np.int64)
+            followers = tokens[start + 1 : start + CHUNK + 1]
+            for codes, hashes in zip(all_codes, hash_contexts(chunk, in_words), strict=True):
+                hashes = hashes[0, min(start, LOOKBACK) :][: len(followers)]
+                codes[start : start + CHUNK] = hashes * vocab_size + followers
+        while all_codes:
+            codes = all_codes.pop(0)
+            codes.sort()
+            starts = np.flatnonzero(np.append(True, codes[1:] != codes[:-1]))
+            counts = np.diff(starts, append=len(codes))
+            codes = codes[starts]
+            contexts = codes // vocab_size
             is_first = np.append(True, contexts[1:] != contexts[:-1])
-            ids = is_first.cumsum() - 1
             self.hashes.append(contexts[is_first])
-            codes = ids * vocab_size + followers
-            orders.append(NGramOrder(codes, counts, ids[-1] + 1, vocab_size))
+            codes = (is_first.cumsum() - 1) * vocab_size + codes % vocab_size
+            del starts, contexts
+            orders.append(NGramOrder(codes, counts, len(self.hashes[-1]), vocab_size))
         self.orders = cast("list[NGramOrder]", nn.ModuleList(orders))  # of the contexts of each m
+        release_memory()
 
     def contexts(self, tokens: Tensor) -> list[Tensor]:
         """Return the ids of the contexts that end at each of tokens (B, T), by m, or UNSEEN."""

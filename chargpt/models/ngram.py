@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from chargpt.config import MAX_BLOCK_SIZE
+from chargpt.device import release_memory
 from chargpt.errors import ConfigError
 from chargpt.models import KVCache, LanguageModel
 from chargpt.text.corpus import PairCounts
@@ -74,14 +75,17 @@ class NGramLM(LanguageModel):
         assert len(tokens), "there are no tokens to count"
         # numpy sorts small integers by radix
         tokens = tokens[-MAX_TOKENS:].astype(np.min_scalar_type(vocab_size - 1))
-        positions = np.arange(len(tokens) + 1)  # sorted by the n-grams of order 0, all the same
+        # sorted by the n-grams of order 0, all the same
+        positions = np.arange(len(tokens) + 1, dtype=np.int32)
         ids = np.zeros_like(positions)  # of the n-gram at each position
         codes: list[Ints] = []  # of each order
         counts: list[Ints] = []
         for k in range(1, min(order, len(tokens)) + 1):
             positions = positions[positions > 0] - 1
             positions = positions[tokens[positions].argsort(kind="stable")]
-            all_codes = ids[positions] * vocab_size + tokens[positions + k - 1]
+            all_codes = ids[positions].astype(np.int64)
+            all_codes *= vocab_size
+            all_codes += tokens[positions + k - 1]
             is_first = np.append(True, all_codes[1:] != all_codes[:-1])
             starts = np.flatnonzero(is_first)
             if k > 1:  # the lower order has continuation counts
@@ -91,10 +95,13 @@ class NGramLM(LanguageModel):
             codes.append(all_codes[starts])
             counts.append(np.diff(starts, append=len(positions)))
             ids = np.empty_like(positions)
-            ids[positions] = is_first.cumsum() - 1
+            ids[positions] = is_first.cumsum(dtype=np.int32) - 1
+        del positions, ids, all_codes, is_first
         n_contexts = [1, *map(len, codes[:-1])]
         orders = map(NGramOrder, codes, counts, n_contexts, [vocab_size] * len(codes))
-        return cls(vocab_size, block_size, list(orders))
+        model = cls(vocab_size, block_size, list(orders))
+        release_memory()
+        return model
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         tokens = self.check_tokens(tokens, cache)
@@ -133,16 +140,18 @@ class NGramLM(LanguageModel):
         """
         n_contexts = np.cumsum([1, *(len(order.codes) for order in self.orders[:-1])])
         self.n_tabulated = int((n_contexts * self.vocab_size <= MAX_TABLE_ENTRIES).sum())
-        table = [self.table[:1]]  # (contexts of one length, V) each
-        suffix = torch.zeros_like(self.orders[0].last)  # ids of contexts without their first token
+        table = self.table.new_empty(int(n_contexts[self.n_tabulated - 1]), self.vocab_size)
+        table[0] = self.table[0]
+        probs = table[:1]  # after the contexts of one length
+        suffix = torch.zeros_like(self.orders[0].codes)  # ids of contexts without their first token
         for k, order in enumerate(self.orders[1 : self.n_tabulated]):
             if k > 0:
                 prefix = self.orders[k].codes // self.vocab_size
                 suffix = self.orders[k - 1].find(suffix[prefix], self.orders[k].last)
-            probs = table[-1][suffix]
+            longer = table[n_contexts[k] : n_contexts[k + 1]]
+            probs = torch.index_select(probs, 0, suffix, out=longer)
             order.interpolate(probs, torch.arange(len(suffix), device=suffix.device))
-            table.append(probs)
-        self.table = torch.cat(table)  # (contexts, V)
+        self.table = table
 
     def losses(self, rows: Tokens) -> npt.NDArray[np.float32]:
         """Return the losses of `forward`, in nats, without its logits: (B, T + 1) -> (B, T)."""
@@ -166,9 +175,9 @@ class NGramOrder(nn.Module):
     """All n-grams of one order k: given their sorted codes and counts c, (G,) each, P and V."""
 
     codes: Tensor  # (G,) int64, sorted: id of the first k - 1 tokens * V + the last token
-    last: Tensor  # (G,): the last token
+    last: Tensor  # (G,) int32: the last token
     discounted_prob: Tensor  # (G,): (c(h w) - d) / c(h)
-    starts: Tensor  # (P + 1,): n-grams with context p are codes[starts[p] : starts[p + 1]]
+    starts: Tensor  # (P + 1,) int32: n-grams with context p are codes[starts[p] : starts[p + 1]]
     backoff_weight: Tensor  # (P,): d t(h) / c(h), or 1 if no token follows h
 
     def __init__(self, codes: Ints, counts: Ints, n_contexts: int, vocab_size: int) -> None:
@@ -185,9 +194,9 @@ class NGramOrder(nn.Module):
         discounted_prob = (counts - discount) / totals[contexts]
         starts = np.append(0, n_followers.cumsum())
         self.register_buffer("codes", torch.from_numpy(codes))
-        self.register_buffer("last", torch.from_numpy(last))
+        self.register_buffer("last", torch.from_numpy(last).int())
         self.register_buffer("discounted_prob", torch.from_numpy(discounted_prob).float())
-        self.register_buffer("starts", torch.from_numpy(starts))
+        self.register_buffer("starts", torch.from_numpy(starts).int())
         self.register_buffer("backoff_weight", torch.from_numpy(backoff_weight).float())
 
     def find(self, contexts: Tensor, tokens: Tensor) -> Tensor:

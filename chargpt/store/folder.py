@@ -11,6 +11,7 @@ import errno
 import itertools
 import os
 import re
+import shlex
 import shutil
 import stat
 import tempfile
@@ -396,7 +397,8 @@ class RunFolder:
         if not self.has_text():
             raise RunError(
                 f"{self.path} was trained by an earlier version of chargpt, which kept texts "
-                f"elsewhere; `chargpt train TEXT --resume --out {self.path}` gives it its text"
+                "elsewhere; give it the same text, under any name, with `chargpt train TEXT "
+                f"--resume --out {shlex.quote(str(self.path))}`, which also finishes its steps"
             )
         return read_prepared(self.path / TEXT, settings, tokenizer)
 

@@ -197,19 +197,6 @@ class Corpus:
             edges[1:] = np.maximum(nearest, after[1])[1:]
         return list(map(int, edges))
 
-    def find(self, passage: str) -> int | None:
-        """Return the position in the training split at which a passage first occurs, if it does."""
-        training = self.split("train")
-        content = self.tokenizer.encode(passage, "replace").astype(training.dtype)
-        for first in range(0, len(training), CHUNK):
-            chunk = training[first : first + CHUNK + len(content) - 1].tobytes()
-            start = chunk.find(content.tobytes())
-            while start > 0 and start % training.itemsize:  # it begins within a token
-                start = chunk.find(content.tobytes(), start + 1)
-            if start >= 0:
-                return first + start // training.itemsize
-        return None
-
     def place_of(self, position: int) -> Place | None:
         """Return file and line of a token of the training split; None of a text in memory."""
         if not self.files:
@@ -334,18 +321,20 @@ def shuffled_order(n_documents: int, seed: int) -> Ints:
 
 
 def shuffled(tokens: Tokens, eos_token_id: int, order: Ints) -> Iterator[Tokens]:
-    """Yield the tokens of a text in chunks, its documents in an order."""
+    """Yield the tokens of a text in chunks, its documents in this order."""
     tokens = np.asarray(tokens)
     ends = document_ends(tokens, eos_token_id)
-    starts = np.concatenate(([0], ends[:-1]))
     documents: list[Tokens] = []
     size = 0
-    for start, end in zip(starts[order].tolist(), ends[order].tolist(), strict=True):
-        documents.append(tokens[start:end])
-        size += end - start
-        if size > CHUNK:
-            yield np.concatenate(documents)
-            documents, size = [], 0
+    for first in range(0, len(order), CHUNK):  # as lists of Python, all would take much memory
+        chosen = order[first : first + CHUNK]
+        starts = np.where(chosen, ends[chosen - 1], 0)
+        for start, end in zip(starts.tolist(), ends[chosen].tolist(), strict=True):
+            documents.append(tokens[start:end])
+            size += end - start
+            if size > CHUNK:
+                yield np.concatenate(documents)
+                documents, size = [], 0
     if documents:
         yield np.concatenate(documents)
 

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from chargpt.config import unescape
 from chargpt.log import logger
-from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, PairCounts, count_pairs, count_tokens
+from chargpt.text.corpus import Corpus, PairCounts, count_pairs, count_tokens
 from chargpt.text.display import sign_or_code
-from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
+from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens, codes_to_text
 
 MAX_SHOWN = 10  # characters listed as the most or least frequent
 MAX_VOCAB_SIZE = 5_000  # limits of the warnings
@@ -40,7 +40,16 @@ MAX_DIFFERING = 3  # characters named as rarer, or as more frequent
 SAMPLE_BLOCK = 64  # characters of that sample's blocks
 MAX_SAMPLES = 8  # of documents
 MAX_COMPARED = 20_000_000  # tokens of a text whose documents are compared
-MIN_REPEATED = 0.05  # fraction of the validation documents
+MAX_SEARCHED = 1_000_000_000  # tokens in which passages are searched, the last ones: a second
+MIN_REPEATED = 0.05  # fraction of documents or passages
+MANY_REPEATED = 0.25  # of passages: the documentation of a language repeats a fifth by itself
+PASSAGE = 64  # tokens: what texts have in common by chance is shorter
+N_PASSAGES = 256
+# Passages in which so large a fraction of the tokens equals the one so many tokens before, as in
+# blanks and repeated phrases, occur in many texts
+MAX_PERIOD, MAX_PERIODIC = 16, 0.75
+HASH_BITS = 20  # by which most passages of the training split are skipped
+MULTIPLIER = 0x9E3779B97F4A7C15  # odd: of the hash of a passage, a polynomial modulo 2^64
 MIN_VALIDATION = 1000  # characters of the validation split
 
 
@@ -113,7 +122,7 @@ def count_line_ends(corpus: Corpus) -> dict[str, int]:
 
 def _warnings(corpus: Corpus, known: Ints, pairs: PairCounts) -> list[str]:
     vocab_size, once = corpus.tokenizer.vocab_size, int((known == 1).sum())
-    found = quick_warnings(corpus)
+    found = quick_warnings(corpus, MIN_REPEATED)
     if vocab_size > MAX_VOCAB_SIZE and not corpus.tokenizer.has_bytes:
         found.append(
             f"a vocabulary of {vocab_size:,} characters makes the model large and slow, and most "
@@ -128,10 +137,10 @@ def _warnings(corpus: Corpus, known: Ints, pairs: PairCounts) -> list[str]:
     return found if difference is None else [*found, difference.warning]
 
 
-def quick_warnings(corpus: Corpus) -> list[str]:
+def quick_warnings(corpus: Corpus, min_repeated: float = MANY_REPEATED) -> list[str]:
     """Return the warnings about training on a text that are found at once."""
-    warnings = (warn_of_length, warn_of_list, warn_of_newlines, warn_of_repeats)
-    return [*filter(None, (warning(corpus) for warning in warnings))]
+    warnings = [warning(corpus) for warning in (warn_of_length, warn_of_list, warn_of_newlines)]
+    return [*filter(None, (*warnings, warn_of_repeats(corpus, min_repeated)))]
 
 
 def warn_of_length(corpus: Corpus) -> str:
@@ -241,24 +250,92 @@ def warn_of_newlines(corpus: Corpus) -> str:
     )
 
 
-def warn_of_repeats(corpus: Corpus) -> str:
-    """Return a warning if many validation documents also occur in the training split, else ""."""
-    tokenizer = corpus.tokenizer
-    if not corpus.n_documents or corpus.tokens.size > MAX_COMPARED:
-        return ""
-    train, val = (
-        tokenizer.decode(corpus.split(split)).split(tokenizer.eos_token)[:-1]
-        for split in REQUIRED_SPLITS
+def warn_of_repeats(corpus: Corpus, min_fraction: float = MANY_REPEATED) -> str:
+    """Return a warning if much of the validation split occurs in the training split, else ""."""
+    repeated = describe_repeats(corpus, corpus.split("val"), min_fraction)
+    of_lines = " (of lines: sort -u)" if corpus.n_documents else ""
+    return repeated and (
+        f"{repeated} of the validation split occur in the training split too, so its loss is lower "
+        f"than that of a new text; drop what is repeated{of_lines}"
     )
-    known = set(train)
-    repeated = sum(document in known for document in val)
-    if repeated < max(1, MIN_REPEATED * len(val)):
+
+
+def describe_repeats(corpus: Corpus, tokens: Tokens, min_fraction: float = MIN_REPEATED) -> str:
+    """Return how much of a text occurs in the training split, "" if it is little.
+
+    That is the fraction of evenly spread passages or, where it is higher, that of whole documents:
+    most of a list are shorter than a passage, and they are shuffled.
+
+    Args:
+        tokens: of the text, by the corpus's tokenizer, (tokens,).
+        min_fraction: of passages, from which it is said; that of documents is MIN_REPEATED.
+    """
+    train, eos_token_id = corpus.split("train"), -1
+    found = []
+    if corpus.tokenizer.eos_token:
+        eos_token_id = corpus.tokenizer.eos_token_id
+        if (tokens == eos_token_id).any() and len(train) + len(tokens) <= MAX_COMPARED:
+            found.append((*_repeated_documents(train, tokens, eos_token_id), "documents"))
+    unit = "tokens" if corpus.tokenizer.has_bytes else "characters"
+    n_repeated, total = _repeated_passages(train, tokens, eos_token_id)
+    found.append((n_repeated, total, f"passages of {PASSAGE} {unit}"))
+    n_repeated, total, name = max(found, key=lambda each: each[0] / max(1, each[1]))
+    if n_repeated < max(1, (MIN_REPEATED if name == "documents" else min_fraction) * total):
         return ""
-    return (
-        f"{repeated:,} of {len(val):,} documents of the validation split, "
-        f"{repeated / len(val):.0%}, occur in the training split too, so its loss is lower than "
-        "that of new documents; drop the repeated ones (those of lines: sort -u)"
-    )
+    if name == "documents":
+        return f"{n_repeated:,} of {total:,} documents ({n_repeated / total:.0%})"
+    return f"about {n_repeated / total:.0%} of the {name}"
+
+
+def _repeated_documents(train: Tokens, tokens: Tokens, eos_token_id: int) -> tuple[int, int]:
+    """Return how many documents of a text occur in the training split, and their number."""
+    end, rest = chr(eos_token_id), ""  # ids as code points: nothing is decoded
+    documents = [document for document in codes_to_text(tokens).split(end) if document]
+    wanted, found = set(documents), set[str]()
+    for start in range(0, len(train), CHUNK):
+        *known, rest = (rest + codes_to_text(train[start : start + CHUNK])).split(end)
+        found |= wanted.intersection(known)
+    return sum(document in found for document in documents), len(documents)
+
+
+def _repeated_passages(train: Tokens, tokens: Tokens, eos_token_id: int) -> tuple[int, int]:
+    """Return how many passages of a text occur in the training split, and their number.
+
+    The hashes of the training split are those of the passages that begin at a multiple of 8 bytes:
+    of consecutive passages of a text, one for each token of 8 bytes, one begins there wherever the
+    text stands.
+    """
+    n_offsets = 8 // train.itemsize
+    size = PASSAGE + n_offsets - 1
+    if len(tokens) < size:
+        return 0, 0
+    starts = np.unique(np.linspace(0, len(tokens) - size, N_PASSAGES).astype(np.int64))
+    rows = tokens[starts[:, None] + np.arange(size)]  # (passages, size)
+    is_usable = (rows != eos_token_id).all(axis=1)
+    for period in range(1, MAX_PERIOD + 1):
+        is_usable &= (rows[:, period:] == rows[:, :-period]).mean(axis=1) < MAX_PERIODIC
+    windows = np.lib.stride_tricks.sliding_window_view(rows[is_usable], PASSAGE, axis=1)
+    wanted = _hash_passages(windows)[..., 0]  # (passages, n_offsets)
+    shift = np.uint64(64 - HASH_BITS)
+    is_near = np.zeros(1 << HASH_BITS, dtype=bool)
+    is_near[wanted >> shift] = True
+    train, found = train[-MAX_SEARCHED:], [wanted[:0, 0]]
+    for start in range(0, len(train), CHUNK):
+        chunk = train[start : start + CHUNK + PASSAGE - n_offsets]
+        hashes = _hash_passages(chunk[: len(chunk) // n_offsets * n_offsets])
+        found.append(np.unique(hashes[is_near[hashes >> shift]]))
+    is_found = np.isin(wanted, np.concatenate(found)).any(axis=1)
+    return int(is_found.sum()), is_found.size
+
+
+def _hash_passages(tokens: Tokens) -> npt.NDArray[np.uint64]:
+    """Return the hashes of PASSAGE tokens from every 8th byte on, along the last axis."""
+    hashes = np.array(tokens, order="C").view(np.uint64)
+    n_words, multiplier = 1, MULTIPLIER
+    while n_words < PASSAGE * tokens.itemsize // 8:
+        hashes = hashes[..., :-n_words] * np.uint64(multiplier) + hashes[..., n_words:]
+        n_words, multiplier = 2 * n_words, multiplier**2 % 2**64
+    return hashes
 
 
 class SplitDifference(NamedTuple):

@@ -2,8 +2,9 @@
 
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,6 +114,7 @@ def text_of_run(
         RunError: the run has no text, or a file of it is damaged.
     """
     settings, tokenizer = saved.config.text, saved.tokenizer
+    run = shlex.quote(str(folder.path))
     if request.start is StartMode.NEW_OR_RESUME:
         given = request.resolved[0].text
         keys = ("path", "val_path", "test_path")
@@ -123,17 +125,25 @@ def text_of_run(
             if corpus.key != saved.state.corpus_key:
                 raise TextError(
                     f"{corpus.name} is not the text that the run was trained on; name that one, or "
-                    "start a new run with another --out"
+                    f"start a new run with another --out (from its weights: --from {run})"
                 )
             if not is_main_rank():
                 return corpus
             if not folder.has_text():
                 folder.adopt_text()
     corpus = folder.read_text(settings, tokenizer)
-    if any(file.has_changed() for file in corpus.files):
+    known, found = {file.path: file.mtime_ns for file in corpus.files}, dict[str, int]()
+    with suppress(TextError):  # as on another machine
+        source = find_text(settings)
+        files = (file for each in (source, *source.held_out.values()) for file in each.files)
+        found = {file.path: file.mtime_ns for file in files}
+    is_newer = any(found[path] > max(known.values()) for path in found.keys() - known)
+    has_other_files = not known.keys().isdisjoint(found) and (is_newer or known.keys() - found)
+    if has_other_files or any(file.has_changed() for file in corpus.files):
         logger.warning(
-            f"{corpus.name} has changed since the run began, and the run keeps its own copy; "
-            f"`chargpt train TEXT --from {folder.path}` trains on the new text"
+            f"{corpus.name} has changed since the run began: the run goes on with its own copy of "
+            f"the text, and `chargpt train {shlex.quote(str(settings.path))} --from {run}` trains "
+            "on the new one from its weights"
         )
     return corpus
 
