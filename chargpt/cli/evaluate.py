@@ -224,7 +224,7 @@ def score(
         for line in ranked:
             figures = f"{line.bits_per_char:.3f}\t{line.bits:.2f}\t{line.number}"
             left_out = f"\t{line.n_skipped} left out" if line.n_skipped else ""
-            console.out(f"{figures}\t{line.text}{left_out}")
+            console.out_text(f"{figures}\t{line.text}{left_out}\n")
         return
     console.out(
         f"{console.characters(len(scored.bits))}: {scored.bits_per_char:.3f} bits per character "
