@@ -21,7 +21,8 @@ from chargpt.analysis.memorization import (
     measure_overlap,
 )
 from chargpt.cli.sample import measure, overlap_json, print_new, print_overlap
-from chargpt.config import SampleConfig, TextConfig
+from chargpt.config import TextConfig
+from chargpt.inference.generation import new_sample
 from chargpt.text.corpus import Corpus, Place
 from chargpt.text.prepare import load_corpus
 
@@ -235,14 +236,13 @@ def test_every_match_is_located_in_its_file(
 ) -> None:
     corpus, passages = books
     assert corpus.find_places(["The "]) == {"The ": Place("books/a.txt", 1)}
-    text = f"QQ{passages[1]}QQ{passages[0]}QQ{passages[1]}"
-    sampling = SampleConfig(prompt="", length=len(text))
-    found = measure(corpus, [text], sampling)
-    (overlap,) = overlap_json(corpus, found, [text], sampling)["overlap"]
+    text = new_sample("", f"QQ{passages[1]}QQ{passages[0]}QQ{passages[1]}", "length")
+    found = measure(corpus, [text])
+    (overlap,) = overlap_json(corpus, found, [text])["overlap"]
     places = [(match["start"], match["path"], match["line"]) for match in overlap["matches"]]
     assert places == [(27, "books/b.txt", 3), (2, "books/b.txt", 5), (60, "books/b.txt", 5)]
     assert overlap["longest"] == overlap["matches"][0]
-    print_overlap(corpus, found, [text], sampling)
+    print_overlap(corpus, found, [text])
     shown = capsys.readouterr().out
     assert max(map(len, shown[shown.index("characters  ") :].splitlines()[:4])) <= 80
     rows = re.findall(r"(\d+) +(\S+, line \d) +(.*\S)", shown)
@@ -309,9 +309,8 @@ def test_of_documents_that_did_not_end_the_ngrams_are_compared_but_none_is_count
     poem = "the sea was calm and the lamp was lit;\nthe boat came home.%"
     settings = TextConfig(documents="%")
     corpus = load_corpus(settings, text=poem * 50)
-    texts = [poem[:30]] * 4
-    sampling = SampleConfig(prompt="", length=30)
-    print_overlap(corpus, measure(corpus, texts, sampling), texts, sampling)
+    texts = [new_sample("", poem[:30], "length")] * 4
+    print_overlap(corpus, measure(corpus, texts), texts)
     shown = capsys.readouterr().out
     assert "not in the text" not in shown
     assert re.search(r"4 +0\.0% of 108 +0\.0% of \d+", shown)
