@@ -98,6 +98,7 @@ def test_of_a_long_prompt_the_last_block_is_read(trained: Path, cli: Cli) -> Non
     assert cli("train", trained.parent / "novel.txt", *QUICK, "--out", "r", *RARE).returncode == 0
     done = cli("sample", "r", "-p", "漢字" * 4, "-n", "1")  # spelt by bytes
     assert "the prompt has 24 tokens; the model reads the last 16" in done.stderr
+    assert done.stderr.count("spelled as bytes: '漢' U+6F22, '字' U+5B57") == 1
 
 
 def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) -> None:
@@ -106,9 +107,13 @@ def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) ->
     assert "1 character outside the vocabulary ('ж' U+0436): left out" in skipped.stderr
     assert skipped.stdout.startswith("The ")
     assert len(skipped.stdout) == len("The ") + 5 + 1
+    args[3] = "The ж\u037e"  # its normal form is ;
     replaced = cli(*args, "--unknown", "replace")
+    assert "1 character outside" in replaced.stderr
+    assert replaced.stderr.count("converted to composed characters (NFC): 1 of its") == 1
+    assert replaced.stdout[5] == ";"
     assert "ж" not in replaced.stdout
-    assert len(replaced.stdout) == len("The ж") + 5 + 1
+    assert len(replaced.stdout) == len("The ж;") + 5 + 1
 
 
 def test_a_closed_output_pipe_is_no_error(trained: Path, tmp_path: Path) -> None:

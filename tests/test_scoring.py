@@ -14,7 +14,9 @@ from noise import noisy_run
 
 from chargpt.errors import TextError, UnknownCharacterError
 from chargpt.inference import evaluation
-from chargpt.inference.evaluation import evaluate_tokens
+from chargpt.inference.coding import compress
+from chargpt.inference.evaluation import evaluate, evaluate_tokens
+from chargpt.inference.generation import sample
 from chargpt.inference.scoring import score
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
@@ -87,6 +89,23 @@ def test_a_line_of_a_list_has_one_figure_wherever_it_stands(
         assert found == pytest.approx(expected, rel=1e-4)
     with pytest.raises(TextError, match="no character to score"):
         score(run, "")
+
+
+def test_prompts_and_texts_take_a_known_normal_form_but_not_texts_to_compress(
+    notes: list[str],
+) -> None:
+    run = run_of("\nabcdé")
+    known, other = "abé\ncdé", "abe\u0301\ncde\u0301"
+    assert score(run, other).text == known
+    results = [evaluate(run, text=text).nats_per_char for text in (other, known)]
+    assert results[0] == results[1]
+    given, composed = (sample(run, prompt=text, seed=1, length=9)[0] for text in (other, known))
+    assert (given.prompt, given.continuation) == (other, composed.continuation)
+    assert [note.partition(":")[0] for note in notes] == 3 * [
+        "the text was converted to composed characters (NFC)"
+    ]
+    with pytest.raises(UnknownCharacterError, match="convert it to composed"):
+        compress(run, other.encode())
 
 
 def test_without_a_newline_in_the_vocabulary_the_first_character_is_uniform() -> None:

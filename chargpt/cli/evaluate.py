@@ -73,7 +73,7 @@ def evaluate(
     tokens, found = None, ""
     if text is not None:  # read once: it may be standard input
         settings = loaded.config.with_values(wanted).text
-        content = read_text(text, settings)
+        content = loaded.tokenizer.choose_form(read_text(text, settings))
         tokens = loaded.tokenizer.encode(content, unknown or settings.unknown)
         found = loaded.tokenizer.find_unknown(content)
         runs.warn_of_own_text(loaded, str(text), content)
@@ -204,7 +204,7 @@ def score(
             adaptive_losses=adaptive_losses if adaptive else None,
             on_progress=on_progress,
         )
-    runs.say_unknown(loaded, loaded.tokenizer.find_unknown(content), unknown)
+    runs.say_unknown(loaded, loaded.tokenizer.find_unknown(scored.text), unknown)
     lines = scored.lines()
     if json_:
         result = {

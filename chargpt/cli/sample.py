@@ -228,6 +228,7 @@ def given_prompt(prompt: str | None, file: str | None, encoding: str | None) -> 
 def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
     """Return a prompt as the model reads it; say what it does not read."""
     tokenizer = run.tokenizer
+    prompt = tokenizer.choose_form(prompt)
     tokens = tokenizer.encode(prompt, unknown=unknown)
     runs.say_unknown(run, tokenizer.find_unknown(prompt), unknown)
     n_tokens = len(tokens) + len(tokenizer.eos_token)  # which precedes it
@@ -294,6 +295,7 @@ def interact(run: Run, config: Config) -> None:
                 config = change_setting(config, line[1:])
             else:
                 last = "" if run.tokenizer.eos_token else text
+                line = run.tokenizer.choose_form(line)
                 if config.text.unknown != "error":
                     runs.say_unknown(run, run.tokenizer.find_unknown(line), config.text.unknown)
                 settings = config.sample.model_copy(update={"prompt": line or last})

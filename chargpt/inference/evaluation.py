@@ -172,6 +172,7 @@ def evaluate(
         require_text(text)
         text = "".join(mark_documents([iter([text])], settings.documents))
     if text is not None:
+        text = run.tokenizer.choose_form(text)
         tokens = run.tokenizer.encode(text, unknown=unknown or settings.unknown)
         n_unknown = len(run.tokenizer.find_unknown(text))
     elif tokens is None:

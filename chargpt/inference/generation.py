@@ -167,7 +167,7 @@ def stream_run(
 
     Errors of the arguments are those of `sample`, raised at once.
     """
-    eos_token, prompt = run.tokenizer.eos_token, options.prompt
+    eos_token, prompt = run.tokenizer.eos_token, run.tokenizer.choose_form(options.prompt)
     if eos_token and eos_token in prompt:
         logger.info(
             f"the prompt holds the end of a document ({display_char(eos_token)}): what follows it "
