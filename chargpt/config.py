@@ -63,8 +63,8 @@ UnitInterval = Annotated[float, Field(gt=0, le=1)]
 
 
 def unescape(text: str) -> str:
-    """Return a typed text with `\\n` and `\\t` as a line end and a tab."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+    """Return a typed text with `\\n`, `\\r` and `\\t` as line ends and tabs."""
+    return text.replace("\\n", "\n").replace("\\r", "\r").replace("\\t", "\t")
 
 
 class Settings(BaseModel):
@@ -97,6 +97,11 @@ class TextConfig(Settings):
 
     path: str | None = None
     """A file, folder or glob, or `-` for standard input; null: the built-in text."""
+    val_path: str | None = None
+    """A text of its own for the validation split; `val_fraction` is then not used."""
+    test_path: str | None = None
+    """A text of its own for the test split. Of a folder whose files are named train, valid (or val,
+    dev) and test, `val_path` and `test_path` need not be set."""
     encoding: str = "auto"
     """`auto`: UTF-8, or what a byte order mark states."""
     encoding_errors: Literal["strict", "replace"] = "strict"
@@ -113,25 +118,40 @@ class TextConfig(Settings):
             raise ValueError("expected an ending of file names, such as .txt")
         return split
 
-    documents: str | None = None
-    """For a text made of items, such as names or poems: `lines`, `files`, or what separates them.
-    They are shuffled and never split. Null: one text in its order."""
+    exclude: tuple[str, ...] = ()
+    """Files of a folder or glob that are not read: patterns of their names, or of their paths in
+    it: `LICENSE.txt,drafts/*`."""
+
+    @field_validator("exclude", mode="after")
+    @classmethod
+    def split_patterns(cls, exclude: tuple[str, ...]) -> tuple[str, ...]:
+        """Accept `a.txt,drafts/*` as two patterns, and `drafts/` for a folder."""
+        patterns = (pattern.strip() for each in exclude for pattern in each.split(","))
+        return tuple(pattern.removesuffix("/") for pattern in patterns if pattern)
+
+    newlines: Literal["keep", "lf"] = "keep"
+    """`lf`: line ends of every kind (CR LF, CR, U+2028, U+2029) become LF."""
+    documents: str | None = "auto"
+    """For a text made of items, such as names or poems: `lines`, `files`, or what separates them,
+    in which a line end stands for one of any kind, and line ends alone for as many or more. The
+    items are shuffled and never split. Null: one text in its order. `auto`: `lines`, or separators
+    such as `%`, where the start of the text leaves no doubt, else null."""
     seed: int = Field(1337, ge=0, lt=2**63)
     """Seed of the order of the documents."""
 
     @field_validator("documents", mode="after")
     @classmethod
     def unescape_separator(cls, documents: str | None) -> str | None:
-        """Accept `\\n` for a line end, and a line end for `lines`."""
+        """Accept `\\n` for a line end, and a line end for `lines`; make line ends LF."""
         if documents is None:
             return None
-        separator = unescape(documents)
+        separator = re.sub("\r\n?", "\n", unescape(documents))
         is_word = separator.strip().lower().removesuffix("s") in NOT_SEPARATORS
         if not separator or (is_word and separator not in ("lines", "files")):
-            raise ValueError(r"expected `lines`, `files`, null or a separator such as \n\n")
+            raise ValueError(r"expected `auto`, `lines`, `files`, null or a separator such as \n\n")
         return "lines" if separator == "\n" else separator
 
-    val_fraction: float = Field(0.1, gt=0, lt=1)
+    val_fraction: float = Field(0.1, ge=0, lt=1)
     """Fraction of the text in the validation split, after the training split."""
     test_fraction: float = Field(0.0, ge=0, lt=1)
     """Fraction of the text in the test split, at the end of the text."""
@@ -155,6 +175,8 @@ class TextConfig(Settings):
             raise ValueError(
                 "val_fraction + test_fraction must be less than 1, or the training split is empty"
             )
+        if self.val_path is not None and self.test_fraction and self.test_path is None:
+            raise ValueError("with val_path, give the test split by test_path, not test_fraction")
         return self
 
 

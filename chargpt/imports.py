@@ -209,7 +209,8 @@ def convert_settings(saved: dict[str, Any], vocab_size: int, path: Path) -> tupl
     model = {"kind": "gpt2", **{key: args[key] for key in MODEL_ARGS}}
     step, loss = int(step), float(saved["best_val_loss"])
     best = loss if 0 <= loss < math.inf else None
-    config = validate({"model": model, "train": {"max_steps": max(1, step)}}, str(path))
+    tree = {"model": model, "train": {"max_steps": max(1, step)}, "text": {"documents": None}}
+    config = validate(tree, str(path))
     if args["vocab_size"] != vocab_size:
         raise ValueError(f"it has {args['vocab_size']} tokens, and meta.pkl {vocab_size}")
     if 2 * count_parameters(config.model, vocab_size) > path.stat().st_size:

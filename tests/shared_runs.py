@@ -18,7 +18,7 @@ RARE = ("-s", "text.min_count=20")
 EVALUATION_KEYS = {
     "nats_per_char", "bits_per_char", "perplexity", "accuracy", "characters", "standard_error",
     "protocol", "split", "block_size", "parameters", "step", "evaluation_seconds",
-    "chars_per_second", "text", "run", "n_unknown",
+    "chars_per_second", "text", "run", "n_unknown", "of_characters",
 }  # fmt: skip
 MIXED_SETTINGS = {
     "text.mixture_characters": 800,

@@ -1,5 +1,6 @@
 """`chargpt compress` and `chargpt decompress`."""
 
+import gzip
 import shutil
 from pathlib import Path
 
@@ -35,3 +36,48 @@ def test_compress_leaves_out_unknown_characters_only_if_asked(trained: Path, cli
     assert bits == pytest.approx(8 * size / 230, abs=1e-3)
     assert cli("decompress", trained, "packed", "back.txt").returncode == 0
     assert Path("back.txt").read_text() == "the sea  and the light\n" * 10
+
+
+@pytest.mark.parametrize(
+    ("mark", "codec", "newline", "words"),
+    [
+        ("\ufeff", "utf-8", "\n", ""),
+        ("\ufeff", "utf-16-le", "\r\n", ""),
+        ("\ufeff", "utf-16-be", "\n", ""),
+        ("", "cp1252", "\r\n", "--encoding windows-1252"),
+        ("", "utf-8", "\r\n", ""),
+    ],
+)
+def test_what_training_reads_is_compressed_and_the_same_bytes_restored(
+    trained: Path, verse: Path, cli: Cli, mark: str, codec: str, newline: str, words: str
+) -> None:
+    text = verse.read_text("utf-8")[:1500]
+    content = (mark + text.replace("\n", newline)).encode(codec)
+    Path("a.txt").write_bytes(content)
+    done = cli("compress", trained, "a.txt", "packed", *words.split())
+    assert done.returncode == 0, done.stderr
+    assert f"1,500 characters, {len(content):,} bytes -> " in done.stdout
+    assert "with 56 bytes of header" in done.stdout
+    assert "outside the vocabulary" not in done.stderr
+    assert cli("decompress", trained, "packed", "back.txt").returncode == 0
+    assert Path("back.txt").read_bytes() == content
+    packed = Path("packed").read_bytes()
+    for number, damage, message in (
+        (35, b"\1" if newline == "\n" else b"\0", "checksum differs"),
+        (36, b"idna\0\0\0\0\0\0", "is damaged"),
+        (36, b"\xff", "is damaged"),
+    ):
+        Path("damaged").write_bytes(packed[:number] + damage + packed[number + len(damage) :])
+        assert message in cli("decompress", trained, "damaged", "x.txt").stderr
+
+
+def test_a_file_whose_bytes_would_not_be_restored_is_not_compressed(
+    trained: Path, verse: Path, cli: Cli
+) -> None:
+    text = verse.read_text("utf-8")[:99]
+    Path("a.gz").write_bytes(gzip.compress(text.encode()))
+    Path("utf7.txt").write_bytes(b"+AGE-" + text.encode("utf-7"))
+    message = refusal(cli("compress", trained, "a.gz", "packed"))
+    assert "a.gz is a gzip file, whose bytes would not be restored; decompress it" in message
+    message = refusal(cli("compress", trained, "utf7.txt", "packed", "--encoding", "utf-7"))
+    assert "utf7.txt is read as UTF-7, which does not give the same bytes back" in message

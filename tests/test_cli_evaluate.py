@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
-from conftest import Cli
+from conftest import Cli, refusal, start_cli
 from shared_runs import EVALUATION_KEYS
 
 from chargpt.analysis.result import loss_cells
@@ -28,6 +30,34 @@ def test_evaluate_prints_protocol_split_and_block_size(trained: Path, cli: Cli) 
     shown = cli("evaluate", trained, "--split", "train").stdout
     assert "train split: protocol blocks, blocks of 16" in shown
     assert "characters scored" in shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_prints_the_loss_so_far_and_of_how_many_characters(
+    number: signal.Signals, trained: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "long.txt").write_text("the sea and the light\n" * 1_000_000)
+    frequent = "from chargpt.cli import main, console; console.PLAIN_LINE_SECONDS = 0.1; "
+    words = ("evaluate", trained, "--text", "long.txt", "--device", "cpu")
+    process = start_cli(*words, cwd=tmp_path, program=f"-c {frequent}main.run()")
+    assert process.stderr is not None
+    while not process.stderr.readline().startswith("character "):
+        assert process.poll() is None
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert re.search(r"[\d,]+ of 21,999,999 characters scored", out)
+    assert "std error" in out
+    assert "the loss is that of the blocks scored so far, a random part of the text" in err
+
+
+def test_the_characters_to_score_can_be_limited(trained: Path, cli: Cli) -> None:
+    facts = json.loads(cli("evaluate", trained, "--max-characters", "330", "--json").stdout)
+    assert (facts["characters"], facts["of_characters"]) == (320, 2843)
+    shown = cli("evaluate", trained, "--max-characters", "330").stdout
+    assert "320 of 2,843 characters scored" in shown
+    words = ("--max-characters", "330", "--protocol", "nanogpt")
+    assert "does not apply to the protocol nanogpt" in refusal(cli("evaluate", trained, *words))
 
 
 def test_unknown_characters_are_counted_and_named(trained: Path, cli: Cli) -> None:

@@ -44,6 +44,26 @@ def test_train_prints_its_result_as_json(verse: Path, cli: Cli) -> None:
     assert load_config("mine/config.yaml").seed == 4
 
 
+def test_validation_and_test_files_are_named_and_kept_on_resuming(verse: Path, cli: Cli) -> None:
+    lines = verse.read_text().splitlines(keepends=True)
+    for name, part in (("a", lines[:400]), ("valid", lines[400:600]), ("test", lines[600:])):
+        Path(f"{name}.txt").write_text("".join(part))
+    words = ("train", "a.txt", "--val", "valid.txt", "--test", "test.txt", *QUICK, "-o", "run")
+    first = cli(*words, "-s", "text.val_fraction=0")
+    sizes = {name: len(Path(f"{name}.txt").read_text()) for name in ("valid", "test")}
+    named = f"{sizes['valid']:,} val of valid.txt, {sizes['test']:,} test of test.txt"
+    assert named in " ".join(first.stderr.split())
+    assert f"of {sizes['valid']:,} validation characters of valid.txt (proto" in first.stdout
+    for split, name in (("val", "valid"), ("test", "test")):
+        shown = cli("evaluate", "run", "--split", split).stdout
+        assert shown.startswith(f"a.txt, {split} split of {name}.txt: ")
+        assert f"{sizes[name] - 1:,} characters scored" in shown
+    again = cli(*words, "-s", "text.val_fraction=0", "--resume")
+    assert (again.returncode, again.stderr.count("has done all its 6 steps")) == (0, 1)
+    other = cli(*words[:2], "--val", "test.txt", *QUICK, "-o", "run", "--resume")
+    assert "is not the text that the run was trained on" in refusal(other)
+
+
 def test_train_without_a_text_uses_the_embedded_one(cli: Cli) -> None:
     done = cli("train", *QUICK)
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,14 @@
 """Preparing a text: sources, decoding, encoding, splits, and the files of its tokens."""
 
+import bz2
 import codecs
 import errno
 import gzip
 import io
 import json
+import lzma
 import os
+import pickle
 import re
 import sys
 import zlib
@@ -25,12 +28,14 @@ from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError
 from chargpt.files import to_json
 from chargpt.text import source
-from chargpt.text.corpus import Corpus
+from chargpt.text.corpus import SPLITS, Corpus
+from chargpt.text.describe import count_line_ends, describe
 from chargpt.text.prepare import TEXT_FILES, load_corpus, prepare, read_prepared
 from chargpt.text.source import find_text, read_text
 from chargpt.text.tokenizer import CharTokenizer
 
 Write = Callable[..., Path]
+SPLIT_FILES = {"val": "valid", "test": "test"}
 MIXED = "Ein Bär, ёжик, 漢字, 👩‍👩‍👧 and e\u0301.\r\n"
 
 
@@ -188,7 +193,10 @@ def test_latin_1_decodes_every_byte(write: Write) -> None:
     assert corpus.tokens.dtype == np.uint8
 
 
-def test_a_passage_is_searched_in_whole_tokens_of_the_training_split() -> None:
+def test_a_passage_is_searched_in_whole_tokens_of_the_training_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("chargpt.text.corpus.CHUNK", 601)  # which the passage crosses
     # 257 and 514 are 1 1 and 2 2 in bytes: 513 would be found between them
     letters = "".join(map(chr, range(0x4E00, 0x4E00 + 600)))
     text = letters + "".join(letters[n] for n in (257, 514)) * 100
@@ -196,34 +204,38 @@ def test_a_passage_is_searched_in_whole_tokens_of_the_training_split() -> None:
     ids = corpus.tokenizer.encode(letters)
     assert corpus.tokens.dtype == np.uint16
     assert ids[257] == 257
-    assert corpus.find([letters[257] + letters[514]])
-    assert not corpus.find([letters[513] + letters[258], letters[513] + letters[513]])
+    assert corpus.find(letters[257] + letters[514]) == 600
+    for passage in (letters[513] + letters[258], letters[513] + letters[513]):
+        assert corpus.find(passage) is None
 
 
 @pytest.mark.parametrize(
-    ("text", "encoding"),
+    ("encoding", "text"),
     [
-        ("칸막이 브랜치를 만들고 합친다.\n", "cp949"),
-        ("これは日本語の本文です。\n", "shift_jis"),
-        ("這是一本書的正文。\n", "big5"),
-        ("Le café, où elle était née.\n", "cp1252"),
-        ("let author = 'Ola Söder'\n", "cp1252"),
-        ("Все счастливые семьи похожи\n", "cp1251"),
-        ("Все счастливые семьи похожи\n", "koi8_r"),
+        ("big5", "滾滾長江東逝水，浪花淘盡英雄。是非成敗轉頭空，青山依舊在，幾度夕陽紅。\n"),
+        ("shift_jis", "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。\n"),
+        ("euc_jp", "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。\n"),
+        ("euc_kr", "나라의 말이 중국과 달라 한자와는 서로 잘 통하지 아니하므로\n"),
+        ("gbk", "话说天下大势，分久必合，合久必分：周末七国分争，并入于秦。\n"),
+        ("cp1251", "Все счастливые семьи похожи друг на друга\n"),
+        ("koi8_r", "Все счастливые семьи похожи друг на друга\n"),
+        ("cp1252", "Le café, où elle était née, n’avait pas changé : l’été s’achevait déjà.\n"),
+        ("cp1252", "let author = 'Ola Söder'\n"),
+        ("cp1254", "Bir varmış, bir yokmuş; evvel zaman içinde bir padişah yaşarmış.\n"),
+        ("iso8859_2", "Wszyscy ludzie rodzą się wolni i równi pod względem swej godności\n"),
+        ("iso8859_2", "Árvíztűrő tükörfúrógép. Hol volt, hol nem volt, volt egyszer.\n"),
     ],
 )
-def test_the_encodings_that_are_advised_decode_the_text(
-    text: str, encoding: str, write: Write
+@pytest.mark.parametrize("n_ascii", [0, 40_000])
+def test_the_first_encoding_that_is_advised_reads_the_text_as_shown(
+    encoding: str, text: str, n_ascii: int, write: Write
 ) -> None:
-    path = write((text * 20).encode(encoding))
-    advised = re.search("--encoding, for example ([^,]*), or", error_message(path))
+    path = write(b"plain\n" * (n_ascii // 6) + (text * 20).encode(encoding))
+    advised = re.search(r'\(--encoding (\S+) reads it as "(.*?)"[,)]', error_message(path))
     assert advised is not None
-    names = advised[1].split(" or ")
-    assert encoding in names
-    if encoding in ("cp1252", "cp1251", "koi8_r"):
-        assert names[0] == encoding
-    for name in names:
-        load(path, encoding=name)
+    assert text_of(load(path, encoding=advised[1])).endswith(text * 20)
+    words = [word for word in text.split() if not word.isascii()]
+    assert advised[2] == " ".join(words)[:24].strip()
 
 
 @pytest.mark.parametrize("chunk", [3, 16, 1 << 20])
@@ -252,7 +264,7 @@ def test_undecodable_bytes_are_named_with_their_offset(
     message = error_message(path, encoding=encoding)
     assert where in message
     assert str(path) in message
-    assert "convert it to UTF-8, name the encoding of the whole text with --encoding" in message
+    assert "convert it to UTF-8, name the encoding of the whole text" in message
     text = text_of(load(path, encoding=encoding, encoding_errors="replace"))
     known = codecs.lookup("utf-16" if content[:1] == b"\xff" else encoding.replace("auto", "utf-8"))
     assert text == known.decode(content, "replace")[0].removeprefix("\ufeff")
@@ -261,12 +273,65 @@ def test_undecodable_bytes_are_named_with_their_offset(
     assert any(each.startswith(note) for each in notes)
 
 
-def test_a_binary_is_rejected_with_the_offset_of_its_first_nul_byte(write: Write) -> None:
-    assert "NUL byte at offset 7," in error_message(write(b"\x7fELF...\0\0"))
-    assert "--encoding utf-16-le" in error_message(write("hello".encode("utf-16-le")))
+def test_a_binary_is_rejected_and_utf_16_without_a_mark_is_named(write: Write) -> None:
+    words = "is binary (control characters, such as NUL bytes: 2 of the first 9 bytes); name a text"
+    assert words in error_message(write(b"\x7fELF...\0\0"))
+    assert words in error_message(write(b"\x7fELF...\0\0"), encoding="UTF8")
+    for text in ("hello", "白日依山尽，黄河入海流。欲穷千里目，更上一层楼。\n"):
+        for encoding in ("utf-16-le", "utf-16-be"):
+            assert f"--encoding {encoding}" in error_message(write(text.encode(encoding)))
     unpaired = write(b"\x00\xd8a\x00", "unpaired.txt")
     assert "UTF-16-LE" in error_message(unpaired, encoding="utf-16-le")
-    assert "NUL byte" in error_message(write(b"a\0"), encoding="UTF8")
+
+
+@pytest.mark.parametrize("errors", ["strict", "replace"])
+def test_a_few_nul_bytes_are_read_and_counted(write: Write, notes: list[str], errors: str) -> None:
+    text = "It was a dark\0 and stormy night.\n" + "The sea.\n" * 20
+    folder = write(text).parent
+    for path in (folder / "text.txt", folder):
+        assert text_of(load(path, encoding_errors=errors)) == text
+        assert notes[-1] == "NUL characters, U+0000, in the text: 1"
+    write("The light.\n", "2.txt")
+    assert text_of(load(folder)) == "The light.\n" + text
+
+
+ZIP = b"PK\x03\x04" + b"\0" * 26
+FORMATS = [
+    (b"%PDF-1.7\n%\xe2\xe3\n", "a PDF document", "pdftotext"),
+    (ZIP + b"mimetypeapplication/epub+zipPK", "an EPUB book", "pandoc -t plain"),
+    (ZIP + b"mimetypeapplication/vnd.oasis.opendocument.text", "an OpenDocument file", "pandoc"),
+    (ZIP + b"[Content_Types].xml...word/document.xml", "a Word document", "pandoc"),
+    (ZIP + b"chapter.txt", "a ZIP archive", "unzip"),
+    (b"{\\rtf1\\ansi caf\\'e9}", "an RTF document", "pandoc"),
+    (b"chapter.txt".ljust(257, b"\0") + b"ustar\0", "a tar archive", "tar -xf"),
+    (gzip.compress(b"chapter.txt".ljust(257, b"\0") + b"ustar\0"), "a tar archive", "tar -xf"),
+    (bz2.compress(b"text"), "a bzip2 file", "bunzip2"),
+    (lzma.compress(b"text"), "an xz file", "unxz"),
+    (b"\x89PNG\r\n\x1a\n", "an image", "tesseract"),
+    (pickle.dumps("text"), "a Python pickle", "the program that wrote it"),
+]
+
+
+@pytest.mark.parametrize(("content", "kind", "tool"), FORMATS, ids=[row[1] for row in FORMATS])
+def test_a_file_of_another_format_is_named_with_the_tool_that_makes_text_of_it(
+    write: Write, notes: list[str], content: bytes, kind: str, tool: str
+) -> None:
+    path = write(content, "a.doc")
+    sentence = f"a.doc is {kind}; make text of it with `{tool}"
+    assert sentence in error_message(path)
+    sentence = sentence.replace("a.doc", "a.doc (1 of 1)")
+    assert "(text.suffixes), and " + sentence in error_message(path.parent)
+    write("text", "b.txt")
+    assert text_of(load(path.parent, suffixes=("doc", "txt"))) == "text"
+    assert f"files not read: 1, such as a.doc, which is {kind}; make text" in "".join(notes)
+
+
+@pytest.mark.parametrize("content", ["<!DOCTYPE html>\n<p>a", "\ufeff\n<HTML>a", "<?xml ?><a/>"])
+def test_markup_is_read_with_a_warning(write: Write, notes: list[str], content: str) -> None:
+    assert text_of(load(write(content, "a.html"))) == content.removeprefix("\ufeff")
+    (note,) = notes
+    assert note.startswith("files of HTML or XML, whose tags are read as text: 1, such as a.html; ")
+    assert "pandoc -t plain" in note
 
 
 @pytest.mark.parametrize("encoding", ["utf-9", "base64", "a\0b", "undefined"])
@@ -310,19 +375,19 @@ def test_a_full_disk_is_reported(
 
 
 def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write, notes: list[str]) -> None:
-    write("b1", "b/1.txt")
-    write(codecs.BOM_UTF8 + b"a2", "a/2.md")
+    write("b1\n", "b/1.txt")
+    write(codecs.BOM_UTF8 + b"a2\n", "a/2.md")
     write(gzip.compress(b"z3"), "z.gz")
     write("no", "a/code.py")
     write("no", ".hidden.txt")
     folder = write("no", ".git/x.txt").parent.parent
     corpus = load(folder)
-    assert text_of(corpus) == "a2b1z3"
+    assert text_of(corpus) == "a2\nb1\nz3"
     assert corpus.name == "texts/"
     files, split = notes
     assert files == (
-        "files read of texts/: 3, which end in .txt, .md, .gz (text.suffixes), sorted by path; "
-        "not read: 1 (1 .py)"
+        "files read of texts/: 3, which end in .txt, .md, .gz (text.suffixes), sorted by path and "
+        "number; not read: 1 (1 .py)"
     )
     assert "-s text.documents=files shuffles the files" in split
     notes.clear()
@@ -332,10 +397,77 @@ def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write, notes: 
     notes.clear()
     matched = load(folder / "*" / "*.*")
     assert matched.name.endswith("texts/*/*.*")
-    assert notes == [f"files read of {matched.name}: 3, sorted by path", split]
+    assert notes == [f"files read of {matched.name}: 3, sorted by path and number", split]
     message = error_message(folder, suffixes=(".rst", ".tex"))
     assert ".rst, .tex (text.suffixes)" in message
     assert message.endswith("texts/**/*.gz'")
+
+
+def test_files_named_train_valid_and_test_are_the_splits(write: Write, notes: list[str]) -> None:
+    contents = {"train": "ab" * 600, "valid": "ba" * 500 + "é", "test": "ab" * 550}
+    for name, content in contents.items():
+        folder = write(content, f"ptb.{name}.txt").parent
+    write("Read me", "README.md")
+    corpus = load(folder, val_fraction=0)
+    found = [corpus.tokenizer.decode(corpus.split(split)) for split in ("train", "val", "test")]
+    assert found == [*contents.values()]
+    assert corpus.describe_splits() == (
+        "1,200 train, 1,001 val of ptb.valid.txt, 1,100 test of ptb.test.txt"
+    )
+    assert notes[0].endswith(
+        "; by their names: 1 train, 1 val, 1 test; not used: 1, such as README.md"
+    )
+    assert notes[1:] == ["characters of held-out files that the training text lacks: 'é' U+00E9"]
+    named = {
+        f"{split}_path": str(folder / f"ptb.{name}.txt") for split, name in SPLIT_FILES.items()
+    }
+    same = load(folder / "ptb.train.txt", **named)
+    assert (text_of(same), same.key, same.held_out) == (
+        text_of(corpus),
+        corpus.key,
+        corpus.held_out,
+    )
+    only_val = load(folder / "ptb.train.txt", val_path=named["val_path"])
+    assert [len(only_val.split(split)) for split in SPLITS] == [0, 1200, 1001, 0]
+    only_test = load(folder / "ptb.train.txt", test_path=named["test_path"])
+    assert [len(only_test.split(split)) for split in SPLITS] == [0, 1080, 120, 1100]
+    again = "is in two splits; give each split files of its own"
+    assert error_message(folder / "ptb.train.txt", val_path=str(folder / "ptb.train.txt")).endswith(
+        again
+    )
+    write("more to train on " * 100, "other.txt")
+    assert not load(folder).held_out  # the names do not say what it is
+
+
+def test_held_out_documents_are_shuffled_apart(write: Write, tmp_path: Path) -> None:
+    folder = write("\n".join(f"a{i}" for i in range(50)), "train.txt").parent
+    write("\n".join(f"b{i}" for i in range(40)), "dev.txt")
+    corpus = prepared(folder, tmp_path / "text", documents="lines")
+    again = read_prepared(tmp_path / "text", corpus.settings, corpus.tokenizer)
+    assert again.held_out == corpus.held_out
+    for split, letter, size in (("train", "a", 50), ("val", "b", 40)):
+        lines = corpus.tokenizer.decode(again.split(split)).split()
+        in_order = [f"{letter}{i}" for i in range(size)]
+        assert sorted(lines) == sorted(in_order) != lines
+    place = corpus.place_of(corpus.find("a7\n") or 0)
+    assert place is not None
+    assert place.line == 8
+
+
+@pytest.mark.parametrize("chunk", [1, 1 << 19])
+def test_line_ends_of_every_kind_become_lf_if_asked(
+    write: Write, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
+    path = write("a\r\nb\rc\nd\u2028e\u2029\r\r\n\n")
+    assert text_of(load(path, newlines="lf")) == "a\nb\nc\nd\ne\n\n\n\n"
+    corpus = load(path)
+    assert text_of(corpus) == path.read_bytes().decode()
+    kinds = {"LF": 2, "CR LF": 2, "CR": 2, "U+2028": 1, "U+2029": 1}
+    assert count_line_ends(corpus) == kinds
+    facts = describe(corpus)
+    assert (facts["lines"], facts["line_ends"], facts["longest_line"]) == (8, kinds, 1)
+    assert any("2 CR LF" in each and "text.newlines=lf" in each for each in facts["warnings"])
 
 
 def test_binary_files_among_several_are_skipped_and_named(write: Write, notes: list[str]) -> None:
@@ -343,25 +475,67 @@ def test_binary_files_among_several_are_skipped_and_named(write: Write, notes: l
     alone = load(folder, documents="files").key
     binary = [write(b"\0" * size, name) for size, name in ((9, "a.txt"), (600_000, "n.txt"))]
     assert text_of(load(folder)) == "ab\n"
-    note = "files not read, since binary: 2, such as a.txt"
+    note = "files not read: 2, such as a.txt, which is binary (control characters, such as NUL "
+    note += "bytes: 9 of the first 9 bytes); name a text"
     assert note in notes
     assert load(folder, documents="files").key == alone
     notes.clear()
     assert read_text(folder) == "ab\n"
     assert notes[1:] == [note]
-    assert "NUL byte" in error_message(folder, encoding="utf-8")
+    assert "is binary" in error_message(folder, encoding="utf-8")
     write("ab".encode("utf-16"), "m.txt")
     assert text_of(load(folder)) == "ab"
     (folder / "m.txt").unlink()
-    assert f"{binary[0]} holds a NUL byte at offset 0" in error_message(folder)
-    assert "NUL byte" in error_message(binary[1])
+    assert f"{binary[0]} is binary" in error_message(folder)
+    assert "is binary" in error_message(binary[1])
+
+
+def test_files_are_read_in_the_order_of_their_numbers_and_end_their_last_line(
+    write: Write, tmp_path: Path, notes: list[str]
+) -> None:
+    contents = {"ch1": "one", "ch2": "the\r\ntwo", "ch3": "", "ch10": "ten", "part2/ch1": "end\n"}
+    contents |= {"part10/ch1": "last"}
+    for name, content in reversed(contents.items()):
+        folder = write(content, f"{name}.txt").parent
+    for path in (folder, folder / "ch*.txt"):
+        corpus = prepared(path, tmp_path / path.stem.strip("*"), val_fraction=0.01)
+        text = "one\nthe\r\ntwo\r\nten" + ("\nend\nlast" if path is folder else "")
+        assert text_of(corpus) == text == read_text(path)
+        names = [Path(file.path).relative_to(folder).with_suffix("") for file in corpus.files]
+        assert names == list(map(Path, contents))[: len(names)]
+        assert ", sorted by path and number" in notes[0]
+        places = [corpus.place_of(corpus.find(word) or 0) for word in ("two", "te")]
+        assert [place and place.line for place in places] == [2, 1]
+        notes.clear()
+    one, many = (
+        load(path, documents=each) for path, each in ((folder / "ch1.txt", None), (folder, "files"))
+    )
+    assert text_of(one) == "one"
+    assert "\n\x1e" not in text_of(many).replace("end\n", "")
+
+
+@pytest.mark.parametrize(
+    "exclude", ["LICENSE.txt,drafts/*", ["LICENSE*", "drafts/"], "*/b.txt, L*"]
+)
+def test_excluded_files_are_not_read_and_counted(
+    write: Write, notes: list[str], exclude: object
+) -> None:
+    for name in ("a.txt", "LICENSE.txt", "drafts/b.txt"):
+        folder = write(name[0], name).parent
+    folder = folder.parent
+    for path in (folder, f"{folder}/**/*.txt"):
+        assert text_of(load(path, exclude=exclude)) == "a"
+        assert "1, " in notes[0]
+        assert notes[0].endswith("; left out by text.exclude: 2")
+        notes.clear()
+    assert "text.exclude leaves out all files of texts/: 3" in error_message(folder, exclude="*")
 
 
 @pytest.mark.parametrize("suffixes", [(".md,.py",), (".md .py",), ("md", "*.py")])
 def test_several_endings_can_be_named(write: Write, suffixes: tuple[str, ...]) -> None:
     for name in ("b.py", "a.md", "c.txt"):
         folder = write(name[0], name).parent
-    assert text_of(load(folder, suffixes=suffixes)) == "ab"
+    assert text_of(load(folder, suffixes=suffixes)) == "a\nb"
 
 
 def test_a_symbolic_link_to_a_parent_is_not_followed(write: Write) -> None:
@@ -375,8 +549,8 @@ def test_a_glob_is_read_in_sorted_order(write: Write) -> None:
     folder = write("2", "p/2.log").parent
     write("1", "p/1.log")
     write("no", "p/3.txt")
-    assert text_of(load(f"{folder}/*.log")) == "12"
-    assert text_of(load(f"{folder.parent}/**/*.log")) == "12"
+    assert text_of(load(f"{folder}/*.log")) == "1\n2"
+    assert text_of(load(f"{folder.parent}/**/*.log")) == "1\n2"
     assert text_of(load(write("abc", "novel [1].txt"))) == "abc"  # an existing file's name
 
 
@@ -413,6 +587,8 @@ def test_standard_input_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ("x" * 5000, "cannot be read"),
         ("a\0b", "cannot be read"),
         ("*.csv", "no file matches"),
+        ("https://a.org/b.txt?c=*", "download it first: `curl -LO 'https://a.org/b.txt?c=*'`"),
+        ("https:/mattmahoney.net/dc/text8.zip", "download it first: `chargpt data get text8`"),
         ("pipe.txt", "name it `-`"),
         ("/dev/null", "name it `-`"),
     ],
@@ -465,7 +641,7 @@ def test_progress_reaches_the_size_of_the_files_in_both_passes(
     corpus = load_corpus(
         TextConfig(path=str(folder)), on_progress=lambda *report: reports.append(report)
     )
-    assert text_of(corpus) == "ab" * 1500 + "cd" * 1000
+    assert text_of(corpus) == "ab" * 1500 + "\n" + "cd" * 1000
     stages = ("reading", "encoding")
     assert reports == [(stage, 1000 * n, 5000) for stage in stages for n in range(1, 6)]
 
@@ -536,7 +712,9 @@ def test_a_prepared_text_is_read_back_without_its_source(write: Write, tmp_path:
     assert isinstance(again.tokens, np.memmap)
     assert not again.split("train").flags.writeable
     assert (again.name, again.key, again.files) == (corpus.name, corpus.key, corpus.files)
-    assert again.find_places(["three"])["three"].line == 4
+    place = again.place_of(again.find("three") or 0)
+    assert place
+    assert place.line == 4
     assert sorted(each.name for each in (tmp_path / "text").iterdir()) == sorted(TEXT_FILES)
 
 
@@ -551,9 +729,12 @@ def test_passages_are_located_by_file_and_line(
     write("", "empty.txt")
     write(b"\0", "binary.txt")
     corpus = prepared(folder, tmp_path / "text", documents=documents, val_fraction=0.01)
-    places = corpus.find_places(["a7", "b0", "c49", "end é of a", "end é of b"])
-    assert len(places) >= 4  # one may be in the validation split
-    for passage, place in places.items():
+    passages = ["a7", "b0", "c49", "end é of a", "end é of b"]
+    found = [(each, place) for each in passages if (place := corpus.find(each)) is not None]
+    assert len(found) >= 4  # one may be in the validation split
+    for passage, position in found:
+        place = corpus.place_of(position)
+        assert place
         lines = Path(place.path).read_text().splitlines()
         assert passage in lines[place.line - 1], (passage, place)
 

@@ -52,6 +52,52 @@ def test_separators_may_lie_across_pieces(files: list[list[str]], separator: str
     assert marked == "".join(each + RECORD_SEPARATOR for each in found)
 
 
+@given(
+    st.lists(st.text("ab\n\r%", max_size=9), max_size=5),
+    st.sampled_from(["\n\n", "\n%\n", "\n\n\n", "%\n"]),
+)
+def test_separators_match_line_ends_of_every_kind_and_whole_runs_of_them(
+    pieces: list[str], separator: str
+) -> None:
+    marked = "".join(mark_documents([iter(pieces)], separator))
+    text = re.sub("\r\n?", "\n", "".join(pieces))
+    pattern = re.escape(separator) if "%" in separator else separator + "\n*"
+    items = re.split(pattern, text)
+    if "%" not in separator:
+        items[0] = items[0].lstrip("\n")
+    assert marked == "".join(item + RECORD_SEPARATOR for item in items if item)
+
+
+def word(number: int, syllables: str = "ka ro mi te lu sa no vi be da") -> str:
+    return "".join(syllables.split()[int(digit)] for digit in str(number * 7919 % 99991)).title()
+
+
+@pytest.mark.parametrize(
+    ("text", "documents"),
+    [
+        ("\n".join(map(word, range(2000))), "lines"),
+        ("\r".join(f"{word(i)} {word(i + 1)}" for i in range(2000)), "lines"),
+        ("\n".join(chr(0x4E00 + i) + chr(0x5E00 + 7 * i) for i in range(500)), "lines"),
+        ("One quote here.\r\n\tsaid A\r\n%\r\nAnother quote there.\r\n%\r\n" * 300, "\n%\n"),
+        ("A story.\n<|endoftext|>\nOnce more.\n<|endoftext|>\n" * 99, "\n<|endoftext|>\n"),
+        ("\n".join(f"{word(i)} the {word(3 * i)} of a" for i in range(999)), None),  # verse
+        ("\n".join(chr(0x4E00 + i * 37 % 500) * 5 for i in range(500)), None),  # verse
+        ("\n".join(f"{word(i)},{i},{i % 7}.5" for i in range(999)), None),  # records
+        ("\n".join(f"{word(i % 150)}" for i in range(999)), None),  # a text, one word a line
+        ("\n".join(f"{i:05} {word(i)}" for i in range(999)), None),  # a log in its order
+        (("Chapter\n\n" + "A line of it, long enough to be prose\n" * 9 + "\n***\n\n") * 99, None),
+    ],
+)
+def test_auto_takes_as_documents_only_what_is_surely_a_list(
+    text: str, documents: str | None, notes: list[str]
+) -> None:
+    corpus = load_corpus(TextConfig(), text=text)
+    assert corpus.settings.documents == documents
+    assert ("(text.documents=null: one text in its order)" in "".join(notes)) == bool(documents)
+    assert load_corpus(TextConfig(documents=None), text=text).n_documents == 0
+    assert corpus.n_documents > 100 or documents is None
+
+
 def test_each_file_is_a_document(tmp_path: Path) -> None:
     poems = [f"poem {i}\n\nof a few lines\n" for i in range(20)]
     for i, poem in enumerate(poems):
@@ -148,7 +194,9 @@ def test_separators_are_written_with_escapes() -> None:
     assert written.text.documents == "\n\n"
     assert Config().with_values({"text.documents": "\\n"}).text.documents == "lines"
     for documents in ("line", "Files", "lines\\n", "None", "paragraphs", ""):
-        with pytest.raises(ConfigError, match=r"`lines`, `files`, null or a separator such as"):
+        with pytest.raises(
+            ConfigError, match=r"`auto`, `lines`, `files`, null or a separator such as"
+        ):
             Config().with_values({"text.documents": documents})
 
 

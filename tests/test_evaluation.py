@@ -101,6 +101,31 @@ def test_a_limit_scores_whole_blocks_up_to_it_spread_over_the_split(limit):
     assert (starts.tolist(), length) == ([120, 370, 610, 860], 10)  # 99 whole blocks' four middles
 
 
+@pytest.mark.parametrize("count", [5, T + 2, 20 * T + 7])
+@pytest.mark.parametrize("limit", [1, 4, 5, 3 * T, 10**6])
+def test_a_limit_scores_evenly_spread_parts_of_sliding_windows(count, limit):
+    model, tokens = noisy_model(n_layer=1), random_tokens(count)
+    result = evaluate_tokens(model, tokens, protocol="sliding", stride=5, max_tokens=limit)
+    assert max(1, min(limit, count - 1) - 9) <= result.characters <= min(limit, count - 1)
+    windows = evaluation.sliding_windows(20 * T, T, 5, max_tokens=4 * 5)
+    assert [each.starts.tolist() for each in windows] == [[30, 85, 145, 200]]
+    assert windows[0][1:] == (T, T - 5)
+
+
+def test_a_stopped_evaluation_is_that_of_random_blocks(monkeypatch):
+    monkeypatch.setattr(evaluation, "MAX_CPU_CALL_TOKENS", 100 * T)
+    model, tokens = fill_with_noise(BigramLM(11, block_size=T)), np.zeros(600 * T + 1, np.uint8)
+    tokens[300 * T :] = random_tokens(300 * T + 1)  # its start is no fair part
+    whole, first = evaluate_tokens(model, tokens), evaluate_tokens(model, tokens[: 100 * T + 1])
+    part = evaluate_tokens(model, tokens, is_stopped=lambda: True)
+    assert part.characters == 100 * T
+    distance = abs(part.nats_per_char - whole.nats_per_char)
+    assert distance < 3 * part.standard_error < abs(first.nats_per_char - whole.nats_per_char)
+    unstopped = evaluate_tokens(model, tokens, is_stopped=lambda: False)
+    for name in ("nats_per_char", "accuracy", "characters", "standard_error"):
+        assert getattr(unstopped, name) == pytest.approx(getattr(whole, name), rel=1e-9)
+
+
 @pytest.mark.parametrize("protocol", ["blocks", "sliding", "nanogpt"])
 def test_the_batch_size_of_a_forward_pass_does_not_matter(protocol, monkeypatch):
     monkeypatch.setattr(evaluation, "NANOGPT_EVAL_ITERS", 2)

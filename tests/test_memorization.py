@@ -52,10 +52,14 @@ def test_planted_matches_of_every_length_are_found(training: str) -> None:
         assert covered == set(range(start, start + length))
 
 
-@given(st.text("ab", min_size=1, max_size=400), st.text("ab", min_size=1, max_size=120))
-def test_the_result_equals_a_brute_force_search(text: str, sample: str) -> None:
+@given(
+    st.text("ab", min_size=1, max_size=400),
+    st.text("ab", min_size=1, max_size=120),
+    st.sampled_from([np.uint8, np.uint16, np.uint32]),
+)
+def test_the_result_equals_a_brute_force_search(text: str, sample: str, dtype: type) -> None:
     with mock.patch.object(module, "MAX_POSITIONS", 400):  # every place
-        (found,) = find_overlap(tokens(text), [tokens(sample)])
+        (found,) = find_overlap(tokens(text).astype(dtype), [tokens(sample)])
     for n in NGRAM_LENGTHS:
         if n <= min(len(sample), len(text)):
             grams = [sample[i : i + n] for i in range(len(sample) - n + 1)]
@@ -71,7 +75,7 @@ def test_the_result_equals_a_brute_force_search(text: str, sample: str) -> None:
     assert (found.longest.length if found.longest else 0) == longest
     for match in found.matches:
         start, end = match.start, match.start + match.length
-        assert sample[start:end] in text
+        assert sample[start:end] == text[match.position : match.position + match.length]
         assert found.longest == match or end - start <= longest
     covered = set()
     for i in range(len(sample) - MIN_MATCH + 1):
@@ -96,6 +100,28 @@ def test_few_positions_of_a_frequent_ngram_are_stored(training: str) -> None:
     assert found.longest is not None
     assert found.longest.length >= 300
     assert {i for start, end in found.spans for i in range(start, end)} == set(range(390))
+
+
+def test_of_a_long_training_split_little_is_hashed_and_short_ngrams_are_left_out(
+    training: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = load_corpus(TextConfig(), text="".join(sorted(training)) + training[:900] * 2)
+    text = new_sample("", training[:200], "length")
+    exact = measure(corpus, [text])
+    hashed, prefix_sums = [], module._prefix_sums
+    for name in ("chargpt.cli.sample", "chargpt.analysis.memorization"):
+        monkeypatch.setattr(f"{name}.MAX_SCANNED", 1000)
+    monkeypatch.setattr(
+        module, "_prefix_sums", lambda *args: hashed.append(len(args[0])) or prefix_sums(*args)
+    )
+    found = measure(corpus, [text])
+    assert sum(hashed[1:]) < 2500 < len(training) / 4  # the first: of the samples
+    assert [each.matches for each in found.texts] == [each.matches for each in exact.texts]
+    long = {n: fraction for n, fraction in exact.texts[0].novel.items() if n >= MIN_MATCH}
+    assert found.texts[0].novel == long
+    print_overlap(corpus, found, [text])
+    sentence = "Below n = 20 none are counted: the training split has more than 1,000 tokens"
+    assert sentence in " ".join(capsys.readouterr().out.split())
 
 
 def test_matches_across_chunks_are_found(training: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +158,7 @@ def test_lengths_are_those_of_characters_also_where_bytes_spell_them() -> None:
     training = corpus.tokenizer.decode(corpus.split("train"))
     copied = [training[300:330], training[500:510]]
     (found, short), longest = measure_overlap(corpus, copied).texts, len(copied[0])
-    assert found.longest == VerbatimMatch(0, longest, copied[0])
+    assert found.longest == VerbatimMatch(0, longest, copied[0], 820)
     assert short.matches == []  # 30 bytes, but 10 characters
 
 
@@ -235,7 +261,7 @@ def test_every_match_is_located_in_its_file(
     books: tuple[Corpus, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus, passages = books
-    assert corpus.find_places(["The "]) == {"The ": Place("books/a.txt", 1)}
+    assert corpus.place_of(corpus.find("The ") or 0) == Place("books/a.txt", 1)
     text = new_sample("", f"QQ{passages[1]}QQ{passages[0]}QQ{passages[1]}", "length")
     found = measure(corpus, [text])
     (overlap,) = overlap_json(corpus, found, [text])["overlap"]
@@ -260,11 +286,14 @@ def test_a_place_is_one_in_the_training_split(tmp_path: Path) -> None:
     settings = TextConfig(path=str(tmp_path), mixture_characters=30)
     corpus = load_corpus(settings)
     assert corpus.count_characters("mixture") == 30
-    (place,) = corpus.find_places(["a passage of the text"]).values()
+    place = corpus.place_of(corpus.find("a passage of the text") or 0)
+    assert place
     assert (Path(place.path).name, place.line) == ("b.txt", 301)
-    assert corpus.find_places(["no passage"]) == {}  # of the validation split
+    assert corpus.find("no passage") is None  # of the validation split
     listed = settings.model_copy(update={"documents": "lines"})
-    (place,) = load_corpus(listed).find_places(["a passage of the text"]).values()
+    corpus = load_corpus(listed)
+    place = corpus.place_of(corpus.find("a passage of the text") or 0)
+    assert place
     assert (Path(place.path).name, place.line) in (("a.txt", 1), ("b.txt", 301), ("c.txt", 2))
 
 

@@ -98,12 +98,14 @@ class Comparison:
     show_progress: ShowProgress = show_nothing
     baselines: Mapping[str, float] = field(default_factory=dict)
     curve_baselines: Mapping[str, float] = field(default_factory=dict)  # on the curves' characters
+    val_origin: str = ""  # " of NAME" if the validation split has files of its own
 
     @property
     def scored_on(self) -> str:
         """What the losses were measured on."""
         scored = max(each.characters for each in self.evaluations.values())
-        return f"{scored:,} of {self.val_characters:,} validation characters, protocol blocks"
+        val = f"{self.val_characters:,} validation characters{self.val_origin}"
+        return f"{scored:,} of {val}, protocol blocks"
 
     @property
     def evaluations(self) -> dict[str, Evaluation]:
@@ -271,6 +273,7 @@ def compare(
         n_val = corpus.count_characters("val")
         span = config.model.block_size
         comparison = Comparison(corpus.name, n_val, span, max_tokens, show_progress=show_progress)
+        comparison.val_origin = corpus.origin("val")
         comparison.add_baselines(baselines, val, config.train.evaluation_tokens)
         for kind in models:
             own_config = model_config(config, kind)
@@ -328,6 +331,7 @@ def compare_runs(
         vals = [corpus.tokenizer.encode(start, unknown="replace") for corpus in corpora]
         max_tokens = max(map(len, vals))
     comparison = Comparison(name, n_val, span, max_tokens, show_progress=show_progress)
+    comparison.val_origin = corpora[0].origin("val")
     curve_tokens = max(run.config.train.evaluation_tokens for run in runs)
     comparison.add_baselines(Baselines(corpora[0]), vals[0], curve_tokens)
     for path, run, val in zip(paths, runs, vals, strict=True):

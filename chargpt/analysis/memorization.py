@@ -4,7 +4,8 @@ n-grams are found by their hash. With prefix sums P_i = sum over j < i of (t_j +
 the hash of the n tokens from i on is (P_{i+n} - P_i) B^{-i} (Karp and Rabin 1987, with prefix sums
 instead of a rolling hash): a few array operations for any n. So no index is built: the training
 split is scanned once, in chunks, for all lengths together, and its hashes are looked up in the
-small table of the texts' hashes.
+small table of the texts' hashes. For n-grams of MIN_MATCH tokens or more only the surroundings of
+anchors are scanned: aligned machine words of the training split that a text has too.
 Shapes in this file: N = tokens of the training split, M = tokens of a text.
 """
 
@@ -13,9 +14,11 @@ from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from statistics import median_low
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from chargpt.inference.evaluation import OnProgress
 from chargpt.text.corpus import Corpus, document_ends
@@ -27,10 +30,11 @@ MAX_DOCUMENT_TOKENS = 10_000  # compared, of one document; more are taken of sho
 MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phrases
 MIN_VISIBLE = 10  # of them that are not blank: indented code is full of blanks
 MIN_NGRAMS = 30  # behind a fraction; those of fewer vary too much
+MAX_SCANNED = 30_000_000  # tokens of a training split whose n-grams below MIN_MATCH are counted too
 CHUNK = 2**20  # tokens of the training split
-TABLE_BITS = 22  # of a hash, by which most n-grams of the training split are skipped
+TABLE_BITS = 20  # of a hash, by which most n-grams of the training split are skipped
 MAX_POSITIONS = 32  # stored for one n-gram; a run of spaces may occur a million times
-SEPARATOR = 1 << 40  # no token id
+SEPARATOR = 0x5851F42D4C957F2D  # no token id; random bits, for the hashes
 BASE = 0x9E3779B97F4A7C15  # any odd number has an inverse modulo 2^64
 
 Hashes = npt.NDArray[np.uint64]
@@ -44,6 +48,7 @@ class VerbatimMatch:
     start: int
     length: int
     text: str = ""
+    position: int = 0  # of one occurrence, in tokens from the start of the training split
 
 
 @dataclass(frozen=True)
@@ -123,33 +128,38 @@ def longest_match(overlaps: Sequence[Overlap]) -> int:
 
 
 def find_documents(
-    corpus: Corpus, wanted: AbstractSet[str], separator: str
+    corpus: Corpus, wanted: Collection[str], separator: str
 ) -> tuple[set[str], set[str]]:
     """Return which of the wanted texts are documents of the training split, and of the whole text.
 
     They are matched whole, since most documents are shorter than a verbatim match.
 
     Args:
-        separator: what ends each document.
+        separator: what ends each document, one token.
     """
-    copied = _documents_in(corpus.split("train"), corpus.tokenizer, wanted, separator)
-    others = _documents_in(corpus.tokens, corpus.tokenizer, wanted - copied, separator)
-    return copied, copied | others
-
-
-def _documents_in(
-    tokens: Tokens, tokenizer: CharTokenizer, wanted: AbstractSet[str], separator: str
-) -> set[str]:
-    found: set[str] = set()
-    rest, start = "", 0
-    while wanted and start < len(tokens):
-        end = start + CHUNK
-        while end < len(tokens) and tokens[end] >= tokenizer.first_continuation_id:
-            end += 1  # a character of several bytes stays whole
-        *items, rest = (rest + tokenizer.decode(tokens[start:end])).split(separator)
-        found |= wanted & set(items)
-        start = end
-    return found
+    tokens, vocab_size = corpus.tokens, corpus.tokenizer.vocab_size
+    encoded = {text: corpus.tokenizer.encode(text + separator, "replace") for text in wanted}
+    by_content = {each.astype(tokens.dtype).tobytes(): text for text, each in encoded.items()}
+    keys = np.array([len(each) * vocab_size + int(each[0]) for each in encoded.values()])
+    training_start = len(corpus.split("mixture"))
+    training_end = training_start + len(corpus.split("train"))
+    copied, known = set(), set()
+    for first in range(0, len(tokens) if encoded else 0, CHUNK):
+        # with the separator before the chunk, and the documents that begin in it
+        start = max(0, first - 1)
+        chunk = np.asarray(tokens[start : first + CHUNK + keys.max() // vocab_size])
+        ends = document_ends(chunk, corpus.tokenizer.encode(separator, "replace").item())
+        ends = ends if start else np.append(0, ends)
+        content = chunk.tobytes()
+        is_near = np.isin(np.diff(ends) * vocab_size + chunk[ends[:-1]], keys)
+        for index in np.flatnonzero(is_near).tolist():
+            begin, end = int(ends[index]), int(ends[index + 1])
+            text = by_content.get(content[begin * tokens.itemsize : end * tokens.itemsize])
+            if text is not None:
+                known.add(text)
+                if training_start <= start + begin and start + end <= training_end:
+                    copied.add(text)
+    return copied, known
 
 
 def measure_overlap(
@@ -178,8 +188,9 @@ def measure_overlap(
         else:
             n_counted += tokenizer.count_characters(val[start:end])
             last = end
-    wanted = {*documents} if tokenizer.eos_token else set()
-    copied, known = find_documents(corpus, wanted, tokenizer.eos_token)
+    copied, known = find_documents(
+        corpus, documents if tokenizer.eos_token else (), tokenizer.eos_token
+    )
     return OverlapReport(found[: len(generated)], compared, n_counted, copied, known)
 
 
@@ -211,6 +222,7 @@ def _validation_parts(
 def _in_characters(overlap: Overlap, tokens: Tokens, tokenizer: CharTokenizer) -> Overlap:
     """Return an overlap of tokens (M,) in whole characters, with disjoint matches that count."""
     edges = np.append(np.flatnonzero(tokens < tokenizer.first_continuation_id), len(tokens))
+    ordered = sorted(overlap.matches, key=lambda match: (match.start, match.length))
     starts, ends = np.reshape(overlap.spans, (-1, 2)).T
     firsts = np.searchsorted(edges, starts)
     lasts = np.searchsorted(edges, ends, side="right") - 1
@@ -224,43 +236,51 @@ def _in_characters(overlap: Overlap, tokens: Tokens, tokenizer: CharTokenizer) -
         n_visible = sum(not character.isspace() for character in text)
         if len(text) >= MIN_MATCH and n_visible >= MIN_VISIBLE:
             is_free[free] = False
-            matches.append(VerbatimMatch(int(free[0]), len(text), text))
+            match = ordered[index]
+            position = match.position + int(edges[free[0]]) - match.start
+            matches.append(VerbatimMatch(int(free[0]), len(text), text, position))
     return replace(overlap, matches=sorted(matches, key=lambda match: -match.length))
 
 
 def find_overlap(
     training: Tokens, texts: Sequence[Tokens], on_progress: OnProgress = lambda *_: None
 ) -> list[Overlap]:
-    """Return the overlap of each text with the training tokens (N,), in one pass over those."""
+    """Return the overlap of each text with the training tokens (N,), in one pass over those.
+
+    Of more than MAX_SCANNED tokens, n-grams below MIN_MATCH are not counted.
+    """
     # one text, in which no n-gram with a separator is one of the training split
     parts = [part for text in texts for part in (text, np.array([SEPARATOR]))]
     joined = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
     longest = max((len(text) for text in texts), default=0)
-    lengths = [n for n in NGRAM_LENGTHS if n <= min(longest, len(training))]
+    shortest = MIN_MATCH if len(training) > MAX_SCANNED else 1
+    lengths = [n for n in NGRAM_LENGTHS if shortest <= n <= min(longest, len(training))]
     n_powers = max(len(joined), CHUNK + max(lengths, default=0))
     powers, inverses = _powers(BASE, n_powers), _powers(pow(BASE, -1, 2**64), n_powers)
     sums = _prefix_sums(joined, powers)
     tables = [_NGramTable(_hashes(sums, inverses, n, len(joined) - n), n) for n in lengths]
+    short = [table for table in tables if table.n < MIN_MATCH]
+    long, anchors = tables[len(short) :], _Anchors(joined, training.dtype)
     for first in range(0, len(training) if lengths else 0, CHUNK):
-        chunk = training[first : first + CHUNK + lengths[-1] - 1]
-        sums = _prefix_sums(chunk, powers)
-        for table in tables:
-            # n-grams that begin in the next chunk belong to it
-            count = min(CHUNK, len(chunk) - table.n + 1)
-            if count > 0:
-                table.look_up(_hashes(sums, inverses, table.n, count), first)
+        chunk = np.asarray(training[first : first + CHUNK + lengths[-1] - 1])
+        for group in filter(None, (short, long)):
+            positions = np.arange(len(chunk)) if group is short else anchors.near(chunk)
+            sums = _prefix_sums(chunk[positions], powers)
+            for table in group:
+                count = max(0, len(positions) - table.n + 1)
+                table.look_up(_hashes(sums, inverses, table.n, count), positions, first)
         on_progress(min(first + CHUNK, len(training)), len(training))
     matches = _matches(np.asarray(training), joined, tables)  # views of a memory map are slow
     overlaps, start = [], 0
     for text in texts:
         end = start + len(text)
         own = [
-            VerbatimMatch(match.start - start, match.length)
+            replace(match, start=match.start - start)
             for match in matches
             if start <= match.start < end
         ]
         occurs = {
-            table.n: table.occurs[table.ids[start : end - table.n + 1]]
+            table.n: table.n_stored[table.ids[start : end - table.n + 1]] > 0
             for table in tables
             if table.n <= len(text)
         }
@@ -270,7 +290,65 @@ def find_overlap(
     return overlaps
 
 
-class _NGramTable:
+class _HashTable:
+    """The different hashes (M,) of a text's n-grams, by `ids` in the order of the text."""
+
+    def __init__(self, hashes: Hashes) -> None:
+        self.hashes, self.ids = np.unique(hashes, return_inverse=True)
+        self.find_only(self.hashes)
+
+    def find_only(self, hashes: Hashes) -> None:
+        """Leave out the other hashes from now on, or most of them, for speed."""
+        self.filter = np.zeros(2**TABLE_BITS, dtype=bool)
+        self.filter[hashes >> np.uint64(64 - TABLE_BITS)] = True
+
+    def find(self, hashes: Hashes) -> tuple[Positions, Positions]:
+        """Return the ids of those hashes that are in the table, and their indices."""
+        indices = np.flatnonzero(self.filter[hashes >> np.uint64(64 - TABLE_BITS)])
+        ids = np.searchsorted(self.hashes, hashes[indices]).clip(max=len(self.hashes) - 1)
+        is_equal = self.hashes[ids] == hashes[indices]
+        return ids[is_equal], indices[is_equal]
+
+
+class _Anchors(_HashTable):
+    """Where the training split may have matches with a text.
+
+    An anchor is an n-gram that begins at a machine word of the training split. It is so short that
+    every match contains one, and no other place of the training split needs to be read.
+
+    Args:
+        text: shape (M,).
+        dtype: of the tokens of the training split.
+    """
+
+    def __init__(self, text: Tokens, dtype: np.dtype[Any]) -> None:
+        self.per_word = 8 // dtype.itemsize  # tokens
+        n = MIN_MATCH - self.per_word + 1
+        self.n_words = -(-n // self.per_word)
+        self.mask = np.uint64(2 ** (8 * dtype.itemsize * ((n - 1) % self.per_word + 1)) - 1)
+        padded = np.append(text.astype(dtype), np.zeros(self.per_word * self.n_words, dtype))
+        windows = sliding_window_view(padded, self.per_word * self.n_words)
+        super().__init__(self._hashes(np.ascontiguousarray(windows).view(np.uint64).T))
+
+    def _hashes(self, words: Sequence[Hashes] | Hashes) -> Hashes:
+        hashes = (words[-1] & self.mask) * np.uint64(BASE)
+        for word in words[:-1]:
+            hashes = (hashes ^ word) * np.uint64(BASE)
+        return hashes
+
+    def near(self, chunk: Tokens) -> Positions:
+        """Return the positions in a part of the training split that a match may include."""
+        padding = self.per_word + -len(chunk) % self.per_word
+        words = np.append(chunk, np.zeros(padding, chunk.dtype)).view(np.uint64)
+        count = max(0, len(words) - self.n_words + 1)
+        _, found = self.find(self._hashes([words[i : i + count] for i in range(self.n_words)]))
+        is_near = np.zeros(len(chunk), dtype=bool)
+        near = found[:, None] * self.per_word + np.arange(1 - self.per_word, MIN_MATCH)
+        is_near[near.clip(0, len(chunk) - 1)] = True
+        return np.flatnonzero(is_near)
+
+
+class _NGramTable(_HashTable):
     """The n-grams of one length of a text, and where the training split has them.
 
     Args:
@@ -279,28 +357,29 @@ class _NGramTable:
     """
 
     def __init__(self, hashes: Hashes, n: int) -> None:
+        super().__init__(hashes)
         self.n = n
-        self.hashes, self.ids = np.unique(hashes, return_inverse=True)
-        self.occurs = np.zeros(len(self.hashes), dtype=bool)
+        self.max_positions = MAX_POSITIONS if n >= MIN_MATCH else 1
         self.positions: list[tuple[Positions, Positions]] = []  # (ids, positions) of each chunk
         self.n_stored = np.zeros(len(self.hashes), dtype=np.int64)
-        self.filter = np.zeros(2**TABLE_BITS, dtype=bool)
-        self.filter[self.hashes >> np.uint64(64 - TABLE_BITS)] = True
 
-    def look_up(self, hashes: Hashes, first: int) -> None:
-        """Look up n-grams of the training split, the first of which begins at position `first`."""
-        positions = np.flatnonzero(self.filter[hashes >> np.uint64(64 - TABLE_BITS)])
-        ids = np.searchsorted(self.hashes, hashes[positions]).clip(max=len(self.hashes) - 1)
-        is_equal = self.hashes[ids] == hashes[positions]
-        ids, positions = ids[is_equal], positions[is_equal]
-        self.occurs[ids] = True
-        if self.n >= MIN_MATCH:
-            order = np.argsort(ids, kind="stable")
-            ids, positions = ids[order], positions[order] + first
-            rank = np.arange(len(ids)) - np.searchsorted(ids, ids)  # among equal ids of this chunk
-            is_kept = self.n_stored[ids] + rank < MAX_POSITIONS
-            self.positions.append((ids[is_kept], positions[is_kept]))
-            self.n_stored += np.bincount(ids, minlength=len(self.hashes))
+    def look_up(self, hashes: Hashes, tokens: Positions, first: int) -> None:
+        """Look up n-grams of those tokens of a chunk that are at these positions.
+
+        The chunk begins at position `first` of the training split.
+        """
+        ids, indices = self.find(hashes)
+        positions = tokens[indices]
+        # the tokens are consecutive ones; n-grams that begin in the next chunk belong to it
+        is_own = (tokens[indices + self.n - 1] - positions == self.n - 1) & (positions < CHUNK)
+        ids, positions = ids[is_own], positions[is_own]
+        order = np.argsort(ids, kind="stable")
+        ids, positions = ids[order], positions[order] + first
+        rank = np.arange(len(ids)) - np.searchsorted(ids, ids)  # among equal ids of this chunk
+        is_kept = self.n_stored[ids] + rank < self.max_positions
+        self.positions.append((ids[is_kept], positions[is_kept]))
+        self.n_stored += np.bincount(ids[is_kept], minlength=len(self.hashes))
+        self.find_only(self.hashes[self.n_stored < self.max_positions])
 
     def pairs(self) -> tuple[Positions, Positions]:
         """Return starts in the text and in the training split of all equal n-grams."""
@@ -320,7 +399,7 @@ def _matches(training: Tokens, text: Tokens, tables: list[_NGramTable]) -> list[
     The pair of a start in the text and an equal position in the training split is found by the
     longest n-gram that begins there: matches by shorter ones are within that match, or shorter.
     """
-    found: set[tuple[int, int]] = set()
+    found: dict[tuple[int, int], int] = {}  # the first position of each
     is_open = np.ones(len(text), dtype=bool)  # no longer n-gram has been found here
     for table in (table for table in reversed(tables) if table.n >= MIN_MATCH):
         starts, positions = table.pairs()
@@ -338,9 +417,13 @@ def _matches(training: Tokens, text: Tokens, tables: list[_NGramTable]) -> list[
                 continue  # only hashes were equal
             last, end = offset, start + length
             before = _common_length(text[:start][::-1], training[:position][::-1])
-            found.add((start - before, end))
-    lengths = [VerbatimMatch(start, end - start) for start, end in sorted(found)]
-    return sorted(lengths, key=lambda match: -match.length)
+            key, first = (start - before, end), position - before
+            found[key] = min(first, found.get(key, first))
+    matches = [
+        VerbatimMatch(start, end - start, position=position)
+        for (start, end), position in sorted(found.items())
+    ]
+    return sorted(matches, key=lambda match: -match.length)
 
 
 def _common_length(first: Tokens, second: Tokens) -> int:

@@ -197,7 +197,6 @@ def overlap(run: Run, corpus: Corpus) -> Values:
         ends = [end_sign(text.ended, eos_token) for text in texts]
         boxes = [[[*each, (end, False)] for each, end in zip(parts, ends, strict=True)]]
     longest = found.longest_matches()[:1]
-    places = corpus.find_places([match.text for match in longest])
     return {
         "overlap": found,
         "n_sampled": number,
@@ -209,7 +208,7 @@ def overlap(run: Run, corpus: Corpus) -> Values:
         "temperature": run.config.sample.temperature,
         "min_match": memorization.MIN_MATCH,
         "longest": [(match.length, display_text(match.text)) for match in longest],
-        "place": next(iter(places.values()), ""),
+        "place": longest and corpus.place_of(longest[0].position),
         "n_val": corpus.count_characters("val"),
         "boxes": boxes,  # each of paragraphs, of parts with whether they are matches
     }

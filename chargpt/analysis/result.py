@@ -42,14 +42,15 @@ class RunScores:
     mixture: Evaluation | None = None  # of GPT and n-gram models, on the validation split
     split_difference: SplitDifference | None = None  # of the validation from the training split
     epochs: float = math.inf  # of training, in passes over the training split
+    val_origin: str = ""  # " of NAME" if the validation split has files of its own
 
     @property
     def scored_on(self) -> str:
         """What the validation losses were measured on, and their standard error."""
         val = self.evaluations["val"]
         return (
-            f"{val.characters:,} of {self.val_characters:,} validation characters "
-            f"(protocol {val.protocol}), standard error {val.standard_error:.3f}"
+            f"{val.characters:,} of {self.val_characters:,} validation characters"
+            f"{self.val_origin} (protocol {val.protocol}), standard error {val.standard_error:.3f}"
         )
 
     @property
@@ -149,9 +150,9 @@ def evaluate_run(
     baselines = baselines or Baselines(corpus)
     reference = baselines.evaluate(val, max_tokens=scored, span=run.model.block_size)
     mixture = evaluate_tokens(mixture_run.model, val, max_tokens=scored) if mixture_run else None
-    n_val = corpus.count_characters("val")
+    n_val, origin = corpus.count_characters("val"), corpus.origin("val")
     epochs = run.step * run.config.tokens_per_step / len(corpus.split("train"))
-    return RunScores(reference, losses, n_val, mixture, compare_splits(corpus), epochs)
+    return RunScores(reference, losses, n_val, mixture, compare_splits(corpus), epochs, origin)
 
 
 def difference(evaluation: Evaluation, reference: Evaluation | BaselineLoss) -> tuple[float, float]:

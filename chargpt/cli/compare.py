@@ -64,6 +64,8 @@ def compare(
     json_: options.Json = False,
     seed: options.Seed = None,
     device: options.Device = None,
+    val: options.Val = None,
+    test: options.Test = None,
     encoding: options.Encoding = None,
     encoding_errors: options.EncodingErrors = None,
     set_: options.Set = None,
@@ -84,7 +86,7 @@ def compare(
         cause = "does not apply to --ladder, whose models are fixed"
         options.reject({"--models": models, "--budget": budget}, cause)
     settings = options.given_settings(
-        set_, seed=seed, encoding=encoding, encoding_errors=encoding_errors
+        set_, seed=seed, val=val, test=test, encoding=encoding, encoding_errors=encoding_errors
     )
     paths = [path for text in texts or [] for path in runs_in(Path(text))]
     if paths and all(map(is_run, paths)):
@@ -94,7 +96,7 @@ def compare(
             "--out": out,
             "--budget": budget,
             "--ladder": ladder,
-            "-s (or --seed, --encoding, --encoding-errors)": settings,
+            "-s (or --seed, --val, --test, --encoding, --encoding-errors)": settings,
         }
         options.reject(given, "applies to training, and these are runs")
         paths = list({path.resolve(): path for path in paths}.values())  # each run once

@@ -11,13 +11,13 @@ import typer
 
 from chargpt.cli import console, options, runs
 from chargpt.device import memory_limit
-from chargpt.errors import ConfigError, RunError, TextError
+from chargpt.errors import ConfigError, MissingTextError, RunError, TextError
 from chargpt.files import read_regular, require_output, write_output
-from chargpt.inference.coding import BYTES_PER_CHARACTER, HEADER, read_header
+from chargpt.inference.coding import BYTES_PER_CHARACTER, decode, header_size, read_header
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
 from chargpt.store.folder import RunFolder
-from chargpt.text.source import STDIN, copy_stdin
+from chargpt.text.source import STDIN, copy_stdin, missing_message
 from chargpt.training.adaptive import AdaptiveDecoder
 
 XZ_BYTES = 20_000_000  # beyond it, xz takes longer than one would wait for a comparison
@@ -30,10 +30,11 @@ Force = Annotated[bool, typer.Option("--force", help="Replace OUT.")]
 def compress(
     run: options.RunPath,
     text: Annotated[
-        Path, typer.Argument(metavar="IN", help="A text, as UTF-8; - for standard input.")
+        Path, typer.Argument(metavar="IN", help="A text, not a .gz file; - for standard input.")
     ],
     out: Out,
     unknown: options.UnknownOption = None,
+    encoding: options.Encoding = None,
     mixture: options.Mixture = False,
     adaptive: options.Adaptive = False,
     checkpoint: options.Checkpoint = "best",
@@ -51,10 +52,11 @@ def compress(
     """
     content = read_input(text, out, force=force)
     loaded = runs.load_named_run(run, checkpoint, "cpu", mixture=mixture or adaptive)
+    encoding = encoding or loaded.config.text.encoding
+    decoded, _ = decode(loaded, content, encoding, str(text))
     decoder = partial(AdaptiveDecoder, loaded) if adaptive else None
     with console.show_progress("character", "compressed") as on_progress:
-        packed = pack(loaded, content, on_progress, unknown or "error", decoder)
-    decoded = content.decode()
+        packed = pack(loaded, content, on_progress, unknown or "error", decoder, encoding)
     runs.warn_of_own_text(loaded, str(text), decoded)
     lost = loaded.tokenizer.find_unknown(decoded)
     runs.say_unknown(loaded, lost, unknown)
@@ -64,7 +66,7 @@ def compress(
     xz = ""
     if len(content) <= XZ_BYTES and not lost:
         xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"
-    write(packed, out, f"{size}{rate}, with {HEADER.size} bytes of header{xz}", force=force)
+    write(packed, out, f"{size}{rate}, with {header_size(packed)} bytes of header{xz}", force=force)
     folder = RunFolder(loaded.folder)
     if keep:
         folder.keep(loaded.step)
@@ -102,8 +104,7 @@ def decompress(
     decoder = partial(AdaptiveDecoder, loaded) if kind == "adaptive" else None
     with console.show_progress("character", "restored") as on_progress:
         text = unpack(loaded, content, on_progress, decoder)
-    sentence = f"{console.characters(len(text.decode()))}, {len(text):,} bytes"
-    write(text, out, sentence, force=force)
+    write(text, out, f"{len(content):,} bytes -> {len(text):,} bytes", force=force)
 
 
 def read_input(path: Path, out: Path, *, force: bool) -> bytes:
@@ -119,6 +120,8 @@ def read_input(path: Path, out: Path, *, force: bool) -> bytes:
         return content.getvalue()
     try:
         return read_regular(path.resolve(), limit)  # reading a pipe could wait for ever
+    except FileNotFoundError:
+        raise MissingTextError(missing_message(path)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise TextError(

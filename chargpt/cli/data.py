@@ -57,6 +57,8 @@ def info(
         ),
     ] = None,
     json_: options.Json = False,
+    val: options.Val = None,
+    test: options.Test = None,
     encoding: options.Encoding = None,
     encoding_errors: options.EncodingErrors = None,
     set_: options.Set = None,
@@ -67,7 +69,9 @@ def info(
 
     Example: `chargpt data info novel.txt`.
     """
-    given = options.given_settings(set_, encoding=encoding, encoding_errors=encoding_errors)
+    given = options.given_settings(
+        set_, val=val, test=test, encoding=encoding, encoding_errors=encoding_errors
+    )
     config, _ = resolve_settings(text, None, given)
     corpus = load_corpus(config.text, on_progress=console.LoadingProgress())
     facts = describe(corpus)
@@ -91,9 +95,11 @@ def _print_description(corpus: Corpus, facts: dict[str, Any]) -> None:
         ["text", corpus.name],
         [
             ["characters", f"{corpus.n_characters:,}"],
+            ["splits", corpus.describe_splits().replace(", ", "\n")],
             ["vocabulary", corpus.tokenizer.describe()],
             *([["documents", f"{corpus.n_documents:,}"]] if corpus.n_documents else []),
             ["lines", f"{facts['lines']:,} (longest {facts['longest_line']:,} characters)"],
+            ["line ends", ", ".join(f"{n:,} {kind}" for kind, n in facts["line_ends"].items())],
             ["most frequent", listed(facts["most_frequent"])],
             [least, listed(facts["least_frequent"])],
             ["not in the vocabulary", rare],

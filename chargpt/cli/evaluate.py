@@ -6,19 +6,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from chargpt.analysis.result import MIXTURE_LABEL, loss_cells
 from chargpt.cli import console, options, runs, tables
-from chargpt.errors import RunError
+from chargpt.cli.main import catch_signals, hang_up
+from chargpt.errors import RunError, Stopped
 from chargpt.inference import evaluation, scoring
 from chargpt.inference.evaluation import Evaluation, EvaluationProtocol
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
 from chargpt.text.source import read_text
 from chargpt.training.adaptive import adaptive_losses
+from chargpt.training.start import deferred_signals
 
 SHOWN = 3  # lines at each end of the ranking
 MAX_SHOWN = 200  # characters of a line: the table cuts it where the terminal ends
@@ -42,6 +44,10 @@ def evaluate(
             metavar="N", min=1, help="Tokens by which the window moves; default half a block."
         ),
     ] = None,
+    max_characters: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Score at most N characters, evenly spread."),
+    ] = None,
     checkpoint: options.Checkpoint = "best",
     unknown: options.UnknownOption = None,
     mixture: Annotated[
@@ -56,6 +62,8 @@ def evaluate(
     encoding_errors: options.EncodingErrors = None,
 ) -> None:
     """Evaluate a run's loss on its own text or another.
+
+    Blocks are scored in random order; Ctrl-C prints the loss of those scored so far.
 
     Examples: `chargpt evaluate`, `chargpt evaluate runs/novel --protocol sliding --json`,
     `chargpt evaluate runs/novel --text other.txt --unknown skip`.
@@ -78,24 +86,20 @@ def evaluate(
         found = loaded.tokenizer.find_unknown(content)
         runs.warn_of_own_text(loaded, str(text), content)
 
-    def measure(run: Run, name: str) -> Evaluation:
-        """Evaluate a run with a progress bar."""
-        with console.show_progress("character", f"scored, {name}") as on_progress:
-            result = evaluation.evaluate(
-                run, split, protocol, tokens=tokens, stride=stride, on_progress=on_progress
-            )
-        return replace(result, n_unknown=len(found))
-
+    caught: list[int] = []
+    chosen = {"split": split, "protocol": protocol, "tokens": tokens, "stride": stride}
+    chosen["max_characters"] = max_characters
     start, kind = time.perf_counter(), loaded.config.model.kind
-    result = measure(loaded, kind)
+    result = replace(measure(loaded, kind, chosen, caught), n_unknown=len(found))
     seconds = time.perf_counter() - start
     measured = {f"{kind}, step {loaded.step:,}": result}
-    wants_mixture = has_mixture(loaded) if mixture is None else mixture
+    wants_mixture = not caught and (has_mixture(loaded) if mixture is None else mixture)
     if wants_mixture and split == "train":
         console.say(f"without {MIXTURE_LABEL}: the n-grams were counted from the training split")
     elif wants_mixture:
         try:
-            measured[MIXTURE_LABEL] = measure(runs.load_run_mixture(loaded), MIXTURE_LABEL)
+            mixed = measure(runs.load_run_mixture(loaded), MIXTURE_LABEL, chosen, caught)
+            measured[MIXTURE_LABEL] = replace(mixed, n_unknown=len(found))
         except RunError as error:
             if mixture:
                 raise
@@ -115,8 +119,26 @@ def evaluate(
         if MIXTURE_LABEL in measured:
             facts["mixture"] = measured[MIXTURE_LABEL].as_dict()
         console.out_json(facts)
-        return
-    show(loaded, measured, f"{name}, {'all of it' if text else f'{split} split'}", seconds)
+    else:
+        show(loaded, measured, f"{name}, {'all of it' if text else f'{split} split'}", seconds)
+    if caught:
+        raise Stopped(caught[0])
+
+
+def measure(run: Run, name: str, chosen: dict[str, Any], caught: list[int]) -> Evaluation:
+    """Evaluate a run with a progress bar; a signal ends it, and is appended to `caught`."""
+    with (
+        catch_signals(),
+        deferred_signals(hang_up) as signals,
+        console.show_progress("character", f"scored, {name}") as on_progress,
+    ):
+        result = evaluation.evaluate(
+            run, on_progress=on_progress, is_stopped=lambda: bool(signals), **chosen
+        )
+    if signals:
+        console.say("the loss is that of the blocks scored so far, a random part of the text")
+    caught += signals
+    return result
 
 
 def show(run: Run, measured: Mapping[str, Evaluation], title: str, seconds: float) -> None:
@@ -147,12 +169,22 @@ def show(run: Run, measured: Mapping[str, Evaluation], title: str, seconds: floa
             command = f"chargpt score {shlex.quote(str(run.folder))} FILE"
             sentence = f"{sentence}; {command} scores each line on its own"
         console.out_sentence(sentence)
+    for name, each in measured.items():
+        if each.characters != result.characters:  # a signal has stopped it
+            console.out_sentence(f"{scored_characters(each)} scored ({name})")
     console.out_sentence(
-        f"{console.characters(result.characters)} scored in {console.duration(seconds)} "
+        f"{scored_characters(result)} scored in {console.duration(seconds)} "
         f"({console.short(result.characters / seconds)} characters/s) on {run.model.device.type}"
     )
     if result.protocol == "nanogpt":
         console.out_sentence("its random blocks overlap: the standard error is too small")
+
+
+def scored_characters(result: Evaluation) -> str:
+    """Return `99,840 of 1,115,393 characters`, or the number alone if all were scored."""
+    total = result.of_characters or result.characters
+    of = f"{result.characters:,} of " if result.characters < total else ""
+    return of + console.characters(total)
 
 
 def score(

@@ -61,6 +61,15 @@ Encoding = Annotated[
         help="Encoding of the text; by default UTF-8, or what its byte order mark says.",
     ),
 ]
+Val = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", help="A text of its own to validate on, instead of the end of TEXT."
+    ),
+]
+Test = Annotated[
+    str | None, typer.Option(metavar="FILE", help="A text of its own for the test split.")
+]
 EncodingErrors = Annotated[
     Literal["strict", "replace"] | None,
     typer.Option(
@@ -88,6 +97,12 @@ Adaptive = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
+SETTINGS = {  # that are named by an option of another name
+    **{name: f"text.{name}" for name in ("encoding", "encoding_errors")},
+    **{name: f"text.{name}_path" for name in ("val", "test")},
+}
+
+
 def command_group(help_: str) -> typer.Typer:
     """Return a command that has subcommands."""
     return typer.Typer(
@@ -112,8 +127,6 @@ def reject(given: Mapping[str, object], cause: str) -> None:
 def given_settings(set_: list[str] | None = None, **options: object) -> dict[str, object]:
     """Return the settings of -s, and of `options` that are settings too, by dotted keys."""
     given = {
-        f"text.{name}" if name.startswith("encoding") else name: value
-        for name, value in options.items()
-        if value is not None
+        SETTINGS.get(name, name): value for name, value in options.items() if value is not None
     }
     return {**dict(map(parse_override, set_ or ())), **given}

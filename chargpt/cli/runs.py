@@ -147,7 +147,7 @@ def warn_of_own_text(run: Run, path: str, content: str) -> None:
     passage = content[start : start + PASSAGE]
     if not is_own and len(passage) == PASSAGE:
         with suppress(ChargptError):
-            is_own = bool(run.corpus().find([passage]))
+            is_own = run.corpus().find(passage) is not None
     if is_own:
         console.say(
             f"a passage of {path} is in the text that the run was trained on: its loss is lower "

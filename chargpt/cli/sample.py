@@ -14,7 +14,13 @@ import numpy as np
 import torch
 import typer
 
-from chargpt.analysis.memorization import MIN_MATCH, OverlapReport, find_documents, measure_overlap
+from chargpt.analysis.memorization import (
+    MAX_SCANNED,
+    MIN_MATCH,
+    OverlapReport,
+    find_documents,
+    measure_overlap,
+)
 from chargpt.cli import console, options, runs, tables
 from chargpt.config import Config, SampleConfig, TextConfig, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, TextError
@@ -41,7 +47,6 @@ MAX_SEARCHED = 2_000  # characters at the end of a sample that are searched for 
 MAX_KEPT = 100_000  # characters at the end of a streamed text: its continuation when interactive
 CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop", "unknown")
 MAX_SHOWN = 10  # matches in the table
-MAX_LOCATED = 100  # matches in JSON with their place; each is a search of the whole text
 MAX_PASSAGE = 80  # characters of a match in the table
 
 
@@ -112,7 +117,7 @@ def sample(
     loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture)
     # on a busy machine torch's threads would wait for each other in every decode step
     torch.set_num_threads(1)
-    prompt = given_prompt(prompt, prompt_file, encoding)
+    prompt = given_prompt(loaded, prompt, prompt_file, encoding)
     if stop is not None:
         ctx.params["stop"] = [unescape(text) for text in stop]
     policy = unknown or loaded.config.text.unknown
@@ -207,12 +212,16 @@ def find_repeated(text: str) -> str:
     return ""
 
 
-def given_prompt(prompt: str | None, file: str | None, encoding: str | None) -> str | None:
+def given_prompt(
+    run: Run, prompt: str | None, file: str | None, encoding: str | None
+) -> str | None:
     """Return the prompt of --prompt or --prompt-file."""
     if file is not None:
         if prompt is not None:
             raise ConfigError("--prompt and --prompt-file exclude each other; give one")
-        prompt = read_text(file, TextConfig(encoding=encoding or "auto"))
+        prompt = read_text(
+            file, TextConfig(encoding=encoding or "auto", newlines=run.config.text.newlines)
+        )
         if prompt.endswith("\n"):
             console.say("the prompt ends with a line end, so the samples continue on a new line")
         return prompt
@@ -364,18 +373,13 @@ def measure(corpus: Corpus, texts: list[Sample]) -> OverlapReport:
         return measure_overlap(corpus, sampled, finished, on_progress)
 
 
-def find_places(corpus: Corpus, report: OverlapReport, max_passages: int) -> dict[str, Place]:
-    """Return where the longest matches stand in the files of the training split."""
-    return corpus.find_places([match.text for match in report.longest_matches()[:max_passages]])
-
-
 def overlap_json(corpus: Corpus, report: OverlapReport, texts: list[Sample]) -> dict[str, Any]:
     """Return the overlap of each sample, with places, and which documents are new or copied."""
-    places, overlaps = find_places(corpus, report, MAX_LOCATED), []
+    overlaps = []
     for each in report.texts:
         values = dataclasses.asdict(each)
         for match in values["matches"]:
-            place = places.get(match["text"])
+            place = corpus.place_of(match.pop("position"))
             match |= place._asdict() if place else dict.fromkeys(Place._fields)
         overlaps.append({"longest": next(iter(values["matches"]), None), **values})
     result: dict[str, Any] = {"overlap": overlaps}
@@ -413,21 +417,31 @@ def print_overlap(corpus: Corpus, report: OverlapReport, texts: list[Sample]) ->
         f"⟦…⟧: verbatim matches of {whole}{MIN_MATCH} characters or more with the training split"
         f"{longest}"
     )
-    places = find_places(corpus, report, MAX_SHOWN)
     rows = [
-        [f"{each.length:,}", str(places.get(each.text, "-")), display_text(each.text[:MAX_PASSAGE])]
+        [
+            f"{each.length:,}",
+            str(corpus.place_of(each.position) or "-"),
+            display_text(each.text[:MAX_PASSAGE]),
+        ]
         for each in matches[:MAX_SHOWN]
     ]
     if rows:
         tables.table(["characters", "file and line", "longest matches"], rows, text_column=2)
     if rows := report.novel_rows():
         tables.table(["n", "novel n-grams", "of validation text"], rows)
+        left_out = ""
+        if len(corpus.split("train")) > MAX_SCANNED:
+            left_out = (
+                f". Below n = {MIN_MATCH} none are counted: the training split has more than "
+                f"{MAX_SCANNED:,} tokens"
+            )
         console.out_sentence(
             "novel n-grams: fraction of those of the samples that are not in the training split, "
             "and their number. From n = 20 on, fewer than in the validation text means copying; of "
             "short n-grams there are also fewer at a low temperature. Validation text: "
             f"{report.val_characters:,} of the "
             f"{console.characters(corpus.count_characters('val'))} of the validation split"
+            + left_out
         )
     # lines that the model has ended, with what the prompt has of the first
     first = texts[0].rfind("\n", 0, len(texts[0].prompt)) + 1

@@ -54,6 +54,8 @@ def train(
             help="Resume a run; with a text and --out, start it if it has no checkpoint yet.",
         ),
     ] = False,
+    val: options.Val = None,
+    test: options.Test = None,
     from_: Annotated[
         Path | None,
         typer.Option(
@@ -82,6 +84,8 @@ def train(
         set_,
         seed=seed,
         device=device,
+        val=val,
+        test=test,
         encoding=encoding,
         encoding_errors=encoding_errors,
     )
@@ -140,11 +144,6 @@ def show_plan(session: Session) -> None:
         rare = f"; rarer ones, {corpus.rare_fraction:.2%} of the text, are {corpus.rare_form}"
     if corpus.n_documents:
         documents = f"{corpus.n_documents:,} documents, shuffled by text.seed {config.text.seed}; "
-    lengths = ", ".join(
-        f"{corpus.count_characters(name):,} {name}"
-        for name in ("mixture", "train", "val", "test")
-        if len(corpus.split(name))
-    )
     if trainer.device.type == "cpu":
         n_threads = torch.get_num_threads()
         threads = f"{n_threads} of {max(n_threads, default_threads())} threads"
@@ -154,7 +153,8 @@ def show_plan(session: Session) -> None:
     n_characters = round(n_tokens * corpus.characters_per_token)
     n_bytes = training_bytes(config, corpus.tokenizer.vocab_size, trainer.learner.micro_batch_size)
     console.say(
-        f"text    {corpus.name}: {documents}{console.characters(corpus.n_characters)} ({lengths})\n"
+        f"text    {corpus.name}: {documents}{console.characters(corpus.n_characters)} "
+        f"({corpus.describe_splits()})\n"
         f"vocab   {corpus.tokenizer.describe()}{rare}\n"
         f"model   {describe_model(config.model)}, {trainer.model.num_parameters():,} parameters\n"
         f"device  {trainer.device.type}{ranks}{in_brackets(trainer.device_reason, threads)}, "

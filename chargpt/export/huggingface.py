@@ -173,12 +173,10 @@ def model_card(run: Run) -> str:
         unit, outside = "tokens", "is spelled as the bytes of its UTF-8 form"
     elif tokenizer.has_unknown:
         outside = "becomes one unknown token"
-    split = "the documents, which are shuffled" if config.text.documents else "the text"
     loss = "not measured"
     if state.best_nats_per_char is not None and state.step == state.best_step:
         loss = (
-            f"{state.best_nats_per_char:.3f} nats per character on the validation split "
-            f"({config.text.val_fraction:.0%} of {split}; at most "
+            f"{state.best_nats_per_char:.3f} nats per character on the validation split (at most "
             f"{config.train.evaluation_tokens:,} tokens of this split; protocol `blocks`: "
             "non-overlapping blocks, every character scored once), as measured in training"
         )

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from chargpt.inference.generation import max_logits
 from chargpt.models import LanguageModel, eval_mode
 from chargpt.models.mixture import Mixture
 from chargpt.store.run import Run
+from chargpt.text.source import BYTE_ORDER_MARK, codec_name, decode_bytes
 from chargpt.text.tokenizer import Tokens, UnknownPolicy
 
 BuildDecoder = Callable[[int], Decoder]  # of a number of lanes
@@ -47,11 +48,58 @@ HEADER = struct.Struct("<4sBBIQ8s4sI")
 Mode = Literal["plain", "mixture", "adaptive"]  # of the model
 MAGIC: dict[Mode, bytes] = {"plain": b"cgpt", "mixture": b"cgpm", "adaptive": b"cgpa"}
 VERSION = 5  # raised when the format changes or predictions are rounded differently
+ENCODED_VERSION = 6  # like 5, with how the text is encoded after the header
+ENCODING = struct.Struct("<??20s")  # a `Form`
 MAX_TOKENS = 2**32 - 1
 MAX_TOKENS_PER_BYTE = 10_000  # so that a small file cannot expand without bound
 FREQUENCY_SCALE = 2**30  # sum of a distribution's frequencies, before 1 is added to each
 BYTES_PER_CHARACTER = 16  # of memory, measured: tokens, text and UTF-8
 MAX_RANGE, MIN_RANGE = 2**56, 2**48  # of the arithmetic coder's interval
+
+
+class Form(NamedTuple):
+    """How the bytes of a compressed text differ from its characters in UTF-8.
+
+    Attributes:
+        has_mark: whether a byte order mark precedes them.
+        has_crlf: whether every line end is CR LF, and LF for the model, which has no CR.
+        codec: ASCII, padded with zeros or not.
+    """
+
+    has_mark: bool
+    has_crlf: bool
+    codec: bytes
+
+
+PLAIN = Form(has_mark=False, has_crlf=False, codec=b"utf-8")
+
+
+def decode(run: Run, content: bytes, encoding: str, name: str = "the text") -> tuple[str, Form]:
+    """Return a text as a run's model reads it, and the form of its bytes.
+
+    Raises:
+        TextError: the bytes do not decode, or the text does not encode to the same bytes.
+    """
+    text, codec, mark = decode_bytes(content, encoding, name)
+    lines = text.replace("\r\n", "\n")
+    lacks_cr = bool(run.tokenizer.find_unknown("\r"))
+    has_crlf = lacks_cr and lines != text and lines.replace("\n", "\r\n") == text
+    return lines if has_crlf else text, Form(bool(mark), has_crlf, codec.encode())
+
+
+def _encode(text: str, form: Form) -> bytes:
+    """Return the bytes of a text in a form; characters that the codec lacks become `?`.
+
+    Raises:
+        TextError: there is no such codec.
+    """
+    if form.has_crlf:
+        text = text.replace("\n", "\r\n")
+    try:
+        codec = codec_name(form.codec.rstrip(b"\0").decode())
+        return (BYTE_ORDER_MARK * form.has_mark + text).encode(codec, "replace")
+    except (TextError, UnicodeError):  # the latter from codecs of host names
+        raise TextError("the file is damaged: its text has no such encoding; restore it") from None
 
 
 def compress(
@@ -60,30 +108,27 @@ def compress(
     on_progress: OnProgress = lambda *_: None,
     unknown: UnknownPolicy = "error",
     adaptive: BuildDecoder | None = None,
+    encoding: str = "auto",
 ) -> bytes:
-    """Compress a UTF-8 text with a run's model.
+    """Compress a text with a run's model.
 
     Args:
         run: a run on the CPU; `decompress` needs the same.
-        content: UTF-8 text.
+        content: the text's bytes.
         on_progress: called with the number of tokens done, and of all.
         unknown: policy for characters outside the vocabulary: only `error` is lossless.
         adaptive: builds a decoder that learns from the text (training/adaptive.py); `decompress`
             needs the same.
+        encoding: of the text; `auto` is UTF-8, or what a byte order mark states.
 
     Raises:
-        TextError: the text is not UTF-8, or too long.
+        TextError: the text does not decode, or not to the same bytes back, or is too long.
         UnknownCharacterError: a character is not in the vocabulary, and `unknown` is `error`.
         OperationError: the model's logits are not finite.
     """
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise TextError(
-            f"the text is not UTF-8 ({error}); convert it first, for example with iconv"
-        ) from None
+    text, form = decode(run, content, encoding)
     tokens = run.tokenizer.encode(text, unknown=unknown)
-    content = run.tokenizer.decode(tokens).encode()  # what `decompress` will return
+    content = _encode(run.tokenizer.decode(tokens), form)  # what `decompress` will return
     if len(tokens) > MAX_TOKENS:
         raise TextError(f"the text is over {MAX_TOKENS:,} tokens; compress it in parts")
     encoder = ArithmeticEncoder()
@@ -100,7 +145,16 @@ def compress(
     keys = (run.step, run.fingerprint(), _platform_key())
     kind: Mode = "mixture" if isinstance(run.model, Mixture) else "plain"
     magic = MAGIC["adaptive" if adaptive else kind]
-    return HEADER.pack(magic, VERSION, threads, len(tokens), *keys, zlib.crc32(content)) + body
+    version, encoded = VERSION, b""
+    if form != PLAIN:
+        version, encoded = ENCODED_VERSION, ENCODING.pack(*form)
+    header = HEADER.pack(magic, version, threads, len(tokens), *keys, zlib.crc32(content))
+    return header + encoded + body
+
+
+def header_size(packed: bytes) -> int:
+    """Return the number of bytes before the compressed tokens."""
+    return HEADER.size + (ENCODING.size if packed[4] == ENCODED_VERSION else 0)
 
 
 def read_header(packed: bytes) -> tuple[int, Mode]:
@@ -110,13 +164,13 @@ def read_header(packed: bytes) -> tuple[int, Mode]:
         TextError: the file is of another format or version.
     """
     kinds: dict[bytes, Mode] = {magic: kind for kind, magic in MAGIC.items()}
-    if len(packed) < HEADER.size or packed[:4] not in kinds:
+    if len(packed) < HEADER.size or packed[:4] not in kinds or len(packed) < header_size(packed):
         raise TextError("the file was not made by `chargpt compress`; name another")
     magic, version, _, _, step, *_ = HEADER.unpack_from(packed)
-    if version != VERSION:
+    if version not in (VERSION, ENCODED_VERSION):
         raise TextError(
-            f"the file has version {version}, and this chargpt reads and writes version {VERSION}; "
-            "decompress it with the chargpt that made it"
+            f"the file has version {version}, and this chargpt reads and writes versions {VERSION} "
+            f"and {ENCODED_VERSION}; decompress it with the chargpt that made it"
         )
     return int(step), kinds[magic]
 
@@ -137,7 +191,9 @@ def decompress(
     step, kind = read_header(packed)
     assert (kind == "adaptive") == (adaptive is not None), "compressed with another decoder"
     _, _, threads, count, _, model_key, platform_key, checksum = HEADER.unpack_from(packed)
-    body = packed[HEADER.size :]
+    body, form = packed[header_size(packed) :], PLAIN
+    if len(packed) - len(body) > HEADER.size:
+        form = Form(*ENCODING.unpack_from(packed, HEADER.size))
     if model_key != run.fingerprint():
         raise TextError(
             f"the file was compressed with another model (step {step:,}, weights "
@@ -163,7 +219,7 @@ def decompress(
                 token = int(cdf[lane].searchsorted(value, side="right")) - 1
                 coder.consume(int(cdf[lane, token]), int(cdf[lane, token + 1]))
                 column[lane] = token
-    content = run.tokenizer.decode(lanes.reshape(-1)[:count]).encode()
+    content = _encode(run.tokenizer.decode(lanes.reshape(-1)[:count]), form)
     if zlib.crc32(content) != checksum:
         raise OperationError(
             "the text's checksum differs: the file is damaged, or this machine rounds differently "

@@ -28,7 +28,7 @@ from chargpt.errors import NOT_FINITE, ConfigError, OperationError, TextError
 from chargpt.models import LanguageModel, eval_mode
 from chargpt.models.ngram import BIGRAM_ALPHA, NGRAM, NGRAM_ORDER, NGramLM, bigram_log_probs
 from chargpt.store.run import Run, as_run
-from chargpt.text.corpus import Corpus, Split, block_offsets
+from chargpt.text.corpus import Corpus, Split, block_offsets, shuffled_order
 from chargpt.text.source import mark_documents, read_text, require_text
 from chargpt.text.tokenizer import Floats, Ints, Tokens, UnknownPolicy
 
@@ -82,6 +82,9 @@ class Evaluation:
     protocol: str
     split: str  # `mixture`, `train`, `val` or `test`; `all` for another text
     block_size: int  # T, the maximum context in tokens
+    of_characters: int | None = field(
+        default=None, compare=False
+    )  # from the text's second token on
     n_unknown: int = 0  # characters outside the vocabulary, left out or replaced
     nats_per_document: float | None = None  # of a list of documents: `nats_per_char` * mean length
     # S_b and n_b, (2, blocks), or of spans, if these were given
@@ -132,9 +135,11 @@ def evaluate(
     tokens: Tokens | None = None,
     unknown: UnknownPolicy | None = None,
     stride: int | None = None,
+    max_characters: int | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 1337,
     on_progress: OnProgress = lambda *_: None,
+    is_stopped: Callable[[], bool] | None = None,
 ) -> Evaluation:
     """Evaluate a run on a split of its own text, or on all of another text.
 
@@ -148,14 +153,17 @@ def evaluate(
         unknown: policy for characters of another text outside the vocabulary; the run's
             `text.unknown` by default.
         stride: S of `sliding`, 1 to T; max(1, T // 2) by default.
+        max_characters: with `blocks` or `sliding`, at most so many are scored, evenly spread.
         dtype: torch.bfloat16 for mixed precision; float32 by default.
         seed: of the random batches of `nanogpt`.
         on_progress: called with the number of tokens scored, and of all.
+        is_stopped: if given, blocks are scored in random order, and once it returns True the result
+            is that of the blocks so far.
 
     Raises:
         TextError: the text is missing, unreadable, too short, or contains unknown characters.
-        ConfigError: there is no such protocol or split, several texts are given, or the stride is
-            out of range.
+        ConfigError: there is no such protocol or split, several texts are given, the stride is out
+            of range, or `max_characters` is given with `nanogpt`.
         OperationError: the loss is not finite.
     """
     chosen = (("protocol", protocol, EvaluationProtocol), ("split", split, Split))
@@ -164,6 +172,11 @@ def evaluate(
             raise ConfigError(f"{name} {value!r} is not one of {', '.join(get_args(choices))}")
     if sum(each is not None for each in (path, text, tokens)) > 1:
         raise ConfigError("give one of path, text and tokens: each is another text")
+    if protocol == "nanogpt" and max_characters is not None:
+        raise ConfigError(
+            "max_characters does not apply to the protocol nanogpt, which scores a fixed number of "
+            "random blocks; choose blocks or sliding"
+        )
     run, n_unknown, scored = as_run(run), 0, "all"
     settings = run.config.text
     if path is not None:
@@ -183,9 +196,11 @@ def evaluate(
         protocol=protocol,
         split=scored,
         stride=stride,
+        max_tokens=max_characters,
         dtype=dtype,
         seed=seed,
         on_progress=on_progress,
+        is_stopped=is_stopped,
     )
     if not math.isfinite(result.nats_per_char):
         raise OperationError(NOT_FINITE)
@@ -193,7 +208,12 @@ def evaluate(
     if run.tokenizer.eos_token and (n_documents := np.sum(tokens == run.tokenizer.eos_token_id)):
         mean_length = run.tokenizer.count_characters(tokens) / int(n_documents)
         per_document = result.nats_per_char * mean_length
-    return replace(result, n_unknown=n_unknown, nats_per_document=per_document)
+    return replace(
+        result,
+        of_characters=run.tokenizer.count_characters(tokens[1:]),
+        n_unknown=n_unknown,
+        nats_per_document=per_document,
+    )
 
 
 def evaluate_tokens(
@@ -208,6 +228,7 @@ def evaluate_tokens(
     dtype: torch.dtype | None = None,
     seed: int = 1337,
     on_progress: OnProgress = lambda *_: None,
+    is_stopped: Callable[[], bool] | None = None,
 ) -> Evaluation:
     """Evaluate a model on token ids.
 
@@ -215,29 +236,36 @@ def evaluate_tokens(
         model: used on its device in evaluation mode; its mode is restored.
         tokens: shape (tokens,).
         split: name of the split in the result.
-        max_tokens: with `blocks`, at most so many tokens are scored, in evenly spread spans.
-        span: length of such a span; the block size by default. Models with different block sizes
-            score the same characters if it is the same.
-        protocol, stride, dtype, seed, on_progress: as for `evaluate`.
+        max_tokens: with `blocks` or `sliding`, at most so many tokens are scored, in evenly spread
+            spans.
+        span: with `blocks`, length of such a span; the block size by default. Models with different
+            block sizes score the same characters if it is the same.
+        protocol, stride, dtype, seed, on_progress, is_stopped: as for `evaluate`.
 
     Raises:
         TextError: there are too few characters.
         ConfigError: the stride is out of range.
     """
-    assert protocol == "blocks" or max_tokens is span is None
+    assert protocol == "blocks" or span is None
+    assert protocol != "nanogpt" or max_tokens is None
     _require_scorable(tokens, split)
     n_inputs, block_size, lookback = len(tokens) - 1, model.block_size, 0
     if protocol == "blocks":
         windows = block_windows(n_inputs, block_size, max_tokens, span)
         lookback = model.lookback
     elif protocol == "sliding":
-        windows = sliding_windows(n_inputs, block_size, stride)
+        windows = sliding_windows(n_inputs, block_size, stride, max_tokens)
     else:
         block_size = min(block_size, NANOGPT_BLOCK)
         windows = nanogpt_windows(tokens, block_size, seed)
     total = sum(len(starts) * (length - unscored) for starts, length, unscored in windows)
+    if is_stopped is not None:  # the blocks before a stop are then a random sample
+        windows = [
+            each._replace(starts=each.starts[shuffled_order(len(each.starts), seed)])
+            for each in windows
+        ]
     batches = iter_losses(model, tokens, windows, lookback, dtype)
-    losses, sizes, n_correct, squares = _sum_by_block(batches, total, on_progress)
+    losses, sizes, n_correct, squares = _sum_by_block(batches, total, on_progress, is_stopped)
     characters = int(sizes.sum())
     if not characters:
         raise TextError("no character begins in what is scored; give a longer text")
@@ -245,7 +273,7 @@ def evaluate_tokens(
     variance = _variance(losses, sizes)
     if len(losses) < MIN_BLOCKS:
         variance = max(variance, squares - characters * mean**2)
-    clusters = np.stack((losses, sizes))
+    clusters = np.stack((losses, sizes)) if is_stopped is None else None  # which pairs by order
     return Evaluation(
         nats_per_char=mean,
         accuracy=n_correct / characters,
@@ -254,7 +282,7 @@ def evaluate_tokens(
         protocol=protocol,
         split=split,
         block_size=block_size,
-        clusters=clusters if span is None else _by_span(clusters, windows, span),
+        clusters=_by_span(clusters, windows, span) if span and clusters is not None else clusters,
     )
 
 
@@ -290,11 +318,14 @@ def even_spans(n_inputs: int, span: int, max_tokens: int | None) -> tuple[Ints, 
     return middles * span, min(span, max(1, max_tokens))
 
 
-def sliding_windows(n_inputs: int, block_size: int, stride: int | None = None) -> list[Windows]:
+def sliding_windows(
+    n_inputs: int, block_size: int, stride: int | None = None, max_tokens: int | None = None
+) -> list[Windows]:
     """Return a first window scored whole, then windows whose last S targets are scored.
 
     Remaining targets are scored in one more window, aligned to the end. S is max(1, T // 2) by
-    default.
+    default. If there are more than `max_tokens` targets, only those of evenly spread windows of the
+    second kind are scored, or the first ones of a text without such windows.
 
     Raises:
         ConfigError: the stride is not between 1 and T.
@@ -304,8 +335,14 @@ def sliding_windows(n_inputs: int, block_size: int, stride: int | None = None) -
         raise ConfigError(
             f"stride {stride} is not between 1 and the block size; choose 1 to {block_size}"
         )
-    windows = [Windows(np.zeros(1, dtype=np.int64), min(n_inputs, block_size))]
     last = n_inputs - block_size  # start of the window aligned to the end
+    if max_tokens is not None and max_tokens < n_inputs:
+        n_regular = last // stride * stride  # targets of windows of the second kind
+        if n_regular <= 0:
+            return [Windows(np.zeros(1, dtype=np.int64), min(max_tokens, block_size))]
+        firsts, length = even_spans(n_regular, stride, min(max_tokens, n_regular - 1))
+        return [Windows(stride + firsts, block_size, n_unscored=block_size - length)]
+    windows = [Windows(np.zeros(1, dtype=np.int64), min(n_inputs, block_size))]
     if last >= stride:
         starts = np.arange(stride, last + 1, stride)
         windows.append(Windows(starts, block_size, n_unscored=block_size - stride))
@@ -342,7 +379,10 @@ def gather_rows(tokens: Tokens, starts: Ints, length: int) -> Ints:
 
 
 def _sum_by_block(
-    batches: Iterator[Floats], total: int, on_progress: OnProgress
+    batches: Iterator[Floats],
+    total: int,
+    on_progress: OnProgress,
+    is_stopped: Callable[[], bool] | None,
 ) -> tuple[Floats, Floats, int, float]:
     """Return loss and size of each block, correct characters, sum of squares of their losses."""
     block_losses, block_sizes, n_correct, squares, done = [], [], 0, 0.0, 0
@@ -356,6 +396,8 @@ def _sum_by_block(
         squares += (np.bincount(character, weights=losses.ravel()) ** 2).sum()
         done += losses.size
         on_progress(done, total)
+        if is_stopped is not None and is_stopped():
+            break
     return np.concatenate(block_losses), np.concatenate(block_sizes), n_correct, float(squares)
 
 

@@ -117,7 +117,10 @@ def resolve_settings(
         ConfigError: a key or value is wrong.
         TextError: the path of the text is not Unicode, or a named text is not there.
     """
-    settings = settings or {}
+    settings = dict(settings or {})
+    for key in ("text.val_path", "text.test_path"):
+        if isinstance(held_out := settings.get(key), str):
+            settings[key] = _absolute(held_out)
     if path is None:
         return merge_settings(config, settings)
     if path == "":
@@ -129,7 +132,7 @@ def resolve_settings(
             f"the path {path} is not {sys.getfilesystemencoding()}; rename the text, or set "
             "PYTHONUTF8=1 if its name is right"
         ) from None
-    value: str | None = path if path == "-" else str(Path(os.path.expanduser(path)).absolute())
+    value: str | None = _absolute(path)
     defaults: Mapping[str, object] = {}
     if path in CATALOG and not os.path.exists(path):
         defaults, fetched = CATALOG[path].settings, DATA / f"{path}.txt"
@@ -137,6 +140,10 @@ def resolve_settings(
         if value and not fetched.is_file():
             raise TextError(f"{path} is not in {DATA} yet; fetch it with `chargpt data get {path}`")
     return merge_settings(config, {"text.path": value, **settings}, defaults)
+
+
+def _absolute(path: str) -> str:
+    return path if path == "-" else str(Path(os.path.expanduser(path)).absolute())
 
 
 class _Meter:

@@ -7,8 +7,8 @@ P = number of distinct pairs, B = batch size, T = block size.
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,6 @@ from chargpt.errors import TextError
 from chargpt.text.source import TextFile
 from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 
-MAX_SEARCHED = 100_000_000  # tokens of the training split
 MIN_BLOCK_SIZE = 8  # shorter ones are not advised
 MAX_MIXTURE_FRACTION = 0.03  # of the text
 MIN_MIXTURE_CHARACTERS = 100  # that a mixture is fitted to
@@ -43,6 +42,13 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path}, line {self.line:,}"
+
+
+class HeldOut(NamedTuple):
+    """A validation or test split that has files of its own: their name, and its first token."""
+
+    name: str
+    begin: int
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Corpus:
         rare_count: number of occurrences of characters that are not in the vocabulary.
         files: that it was read from; none of a text in memory or standard input.
         lines: of a list of documents, the number of lines before each, (documents,).
+        held_out: the splits that have files of their own, after the text.
         folder: of its files, which `prepare` has written.
     """
 
@@ -83,6 +90,7 @@ class Corpus:
     rare_count: int = 0
     files: tuple[TextFile, ...] = ()
     lines: Ints | None = None
+    held_out: Mapping[str, HeldOut] = field(default_factory=dict)
     folder: Path | None = None
 
     @cached_property
@@ -93,6 +101,18 @@ class Corpus:
     def count_characters(self, split: Split) -> int:
         """Return the number of characters, not tokens, of a split."""
         return self.tokenizer.count_characters(self.split(split))
+
+    def origin(self, split: Split) -> str:
+        """Return " of NAME" for a split that has files of its own, else ""."""
+        return f" of {self.held_out[split].name}" if split in self.held_out else ""
+
+    def describe_splits(self) -> str:
+        """Return the number of characters of each split, with the files of its own if it has."""
+        return ", ".join(
+            f"{self.count_characters(split):,} {split}{self.origin(split)}"
+            for split in SPLITS
+            if len(self.split(split))
+        )
 
     @property
     def rare_fraction(self) -> float:
@@ -153,13 +173,22 @@ class Corpus:
     @cached_property
     def _edges(self) -> list[int]:
         """Index of the first token of each split, and the number of tokens."""
-        total = self.n_characters
+        held_out = {split: each.begin for split, each in self.held_out.items()}
+        end = min(held_out.values(), default=self.tokens.size)
+        total = (
+            self.tokenizer.count_characters(self.tokens[:end]) if held_out else self.n_characters
+        )
         # Exact decimals: in floating point, 0.1 of 10 characters could round up to 2.
         val = math.ceil(total * Fraction(str(self.settings.val_fraction)))
-        test = min(math.ceil(total * Fraction(str(self.settings.test_fraction))), total - val)
+        test = math.ceil(total * Fraction(str(self.settings.test_fraction)))
+        val = 0 if "val" in held_out else val
+        test = 0 if held_out else min(test, total - val)
         end = total - val - test
         mixture = min(self.settings.mixture_characters, int(MAX_MIXTURE_FRACTION * total), end)
         edges = np.array([self._index(each) for each in (0, mixture, end, end + val, total)])
+        if "val" in held_out:
+            edges[3] = held_out.get("test", self.tokens.size)
+        edges[4] = self.tokens.size
         if self.tokenizer.eos_token:
             boundaries = self._document_boundaries
             number = np.searchsorted(boundaries, edges)
@@ -168,45 +197,52 @@ class Corpus:
             edges[1:] = np.maximum(nearest, after[1])[1:]
         return list(map(int, edges))
 
-    def find(self, passages: Iterable[str]) -> dict[str, int]:
-        """Return the index of the token at which passages first occur in the training split.
-
-        Passages that do not occur are left out; all of them, if the split is long.
-        """
-        first, training = self._edges[1], self.split("train")
-        if len(training) > MAX_SEARCHED:
-            return {}
-        content, found = training.tobytes(), {}
-        for passage in passages:
-            tokens = self.tokenizer.encode(passage, "replace").astype(training.dtype)
-            start = content.find(tokens.tobytes())
+    def find(self, passage: str) -> int | None:
+        """Return the position in the training split at which a passage first occurs, if it does."""
+        training = self.split("train")
+        content = self.tokenizer.encode(passage, "replace").astype(training.dtype)
+        for first in range(0, len(training), CHUNK):
+            chunk = training[first : first + CHUNK + len(content) - 1].tobytes()
+            start = chunk.find(content.tobytes())
             while start > 0 and start % training.itemsize:  # it begins within a token
-                start = content.find(tokens.tobytes(), start + 1)
+                start = chunk.find(content.tobytes(), start + 1)
             if start >= 0:
-                found[passage] = first + start // training.itemsize
-        return found
+                return first + start // training.itemsize
+        return None
 
-    def find_places(self, passages: Iterable[str]) -> dict[str, Place]:
-        """Return where in its files passages of the training split stand, as far as is known."""
+    def place_of(self, position: int) -> Place | None:
+        """Return file and line of a token of the training split; None of a text in memory."""
         if not self.files:
-            return {}
-        return {passage: self._place_of(index) for passage, index in self.find(passages).items()}
-
-    def _place_of(self, index: int) -> Place:
-        """Return file and line of the token with this index."""
-        begins = [file.begin for file in self.files]
+            return None
+        index, begins = self._edges[1] + position, [file.begin for file in self.files]
         if self.lines is None:
-            character = self.tokenizer.count_characters(self.tokens[:index])
-            number = bisect_right(begins, character) - 1
+            chunk = index // CHUNK
+            rest = self.tokenizer.count_characters(self.tokens[chunk * CHUNK : index])
+            number = bisect_right(begins, self._chunk_starts[chunk] + rest) - 1
             line, start = 1, self._index(begins[number])
         else:
             document = int(np.searchsorted(self._document_boundaries, index, side="right")) - 1
             before = int(self.lines[document])
             number = bisect_right(begins, before) - 1
             line, start = before - begins[number] + 1, int(self._document_boundaries[document])
-        newline = self.tokenizer.characters.find("\n")
-        line += int(np.count_nonzero(self.tokens[start:index] == newline))
+        line += self._lines_before(index) - self._lines_before(start)
         return Place(os.path.relpath(self.files[number].path), line)
+
+    def _lines_before(self, index: int) -> int:
+        """Return the number of line ends before a token."""
+        chunk = index // CHUNK
+        return int(self._chunk_lines[chunk]) + self._count_lines(self.tokens[chunk * CHUNK : index])
+
+    @cached_property
+    def _chunk_lines(self) -> Ints:
+        """Number of line ends before each chunk of tokens, and of all."""
+        chunks = (self.tokens[i : i + CHUNK] for i in range(0, self.tokens.size, CHUNK))
+        return np.cumsum([0, *map(self._count_lines, chunks)])
+
+    def _count_lines(self, tokens: Tokens) -> int:
+        characters = self.tokenizer.characters
+        line_end = "\n" if "\n" in characters else "\r"
+        return int(np.count_nonzero(tokens == characters.find(line_end)))
 
     def require_blocks(self, block_size: int) -> None:
         """Check that train and val each hold a block and the character after it.
@@ -223,7 +259,7 @@ class Corpus:
             remedies.insert(0, f"set model.block_size to {shorter - 1:,} or less")
         fraction = min(1.0, math.ceil(1000 * needed / self.n_characters) / 1000)
         other = self.with_settings(val_fraction=fraction)
-        if min(other.split("train").size, other.split("val").size) >= needed:
+        if min(len(other.split(split)) for split in REQUIRED_SPLITS) >= needed:
             remedies.insert(0, f"set text.val_fraction to {fraction:g}")
         documents = ""
         if self.n_documents:
@@ -297,12 +333,11 @@ def shuffled_order(n_documents: int, seed: int) -> Ints:
     return np.random.Philox(key=seed).random_raw(n_documents).argsort(kind="stable")
 
 
-def shuffled(tokens: Tokens, eos_token_id: int, seed: int) -> Iterator[Tokens]:
-    """Yield the tokens of a text in chunks, its documents in `shuffled_order`."""
+def shuffled(tokens: Tokens, eos_token_id: int, order: Ints) -> Iterator[Tokens]:
+    """Yield the tokens of a text in chunks, its documents in an order."""
     tokens = np.asarray(tokens)
     ends = document_ends(tokens, eos_token_id)
     starts = np.concatenate(([0], ends[:-1]))
-    order = shuffled_order(len(ends), seed)
     documents: list[Tokens] = []
     size = 0
     for start, end in zip(starts[order].tolist(), ends[order].tolist(), strict=True):

@@ -2,14 +2,19 @@
 
 import math
 import re
+import shlex
 from collections import Counter
+from collections.abc import Mapping
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
+from unicodedata import category, combining, east_asian_width
 
 import numpy as np
 import numpy.typing as npt
 
+from chargpt.config import unescape
+from chargpt.log import logger
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus, PairCounts, count_pairs, count_tokens
 from chargpt.text.display import sign_or_code
 from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
@@ -20,10 +25,14 @@ MIN_CHARACTERS = 10_000
 # What looks like a list: many short or sorted lines, none of them empty
 MIN_LIST, MAX_ITEM, MAX_MEAN_ITEM = 100, 500, 40  # lines; characters; characters
 MIN_SORTED = 0.95  # fraction of neighbouring lines in order
-SEPARATOR = re.compile(r"([%*=~+_.-])\1*")  # a line that may stand between items
+# What is surely one: names and words rather than verse, code, numbers or records
+MAX_MEAN_WORDS, MIN_DISTINCT, MIN_LETTERS, MAX_PUNCTUATED = 2, 0.8, 0.9, 0.02
+GPT2_EOS = "<|endoftext|>"  # of GPT-2, which published texts of stories have between them
+SEPARATOR = re.compile(rf"([%*=~+_.-])\1*|{re.escape(GPT2_EOS)}")  # a line between items
 MIN_SEPARATORS = 0.05  # fraction of the lines
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
 CHUNK = 1 << 20  # tokens
+NEWLINES = {"LF": "\n", "CR": "\r", "U+2028": "\u2028", "U+2029": "\u2029"}
 # nats between the character frequencies of the splits that change the loss noticeably
 MIN_DIVERGENCE = 0.05
 MIN_DIVERGENCE_RATIO = 5  # to that of a sample of the training split
@@ -50,7 +59,7 @@ def describe(corpus: Corpus) -> dict[str, Any]:
     known = counts[: len(tokenizer.characters)]
     order = np.argsort(-known, kind="stable")
     ranked = [(tokenizer.characters[index], int(known[index])) for index in order]
-    lines, longest_line = _measure_lines(tokenizer, tokens)
+    line_ends = count_line_ends(corpus)
     return {
         "name": corpus.name,
         "characters": corpus.n_characters,
@@ -58,8 +67,8 @@ def describe(corpus: Corpus) -> dict[str, Any]:
         "most_frequent": ranked[:MAX_SHOWN],
         "least_frequent": ranked[: -MAX_SHOWN - 1 : -1],
         "documents": corpus.n_documents,
-        "lines": lines,
-        "longest_line": longest_line,
+        **_measure_lines(tokenizer, tokens, line_ends),
+        "line_ends": line_ends,
         "unigram_bits": entropy_bits(counts) / corpus.characters_per_token,
         "bigram_bits": conditional_entropy_bits(pairs) / corpus.characters_per_token,
         "vocabulary_summary": tokenizer.describe(),
@@ -68,28 +77,42 @@ def describe(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _measure_lines(tokenizer: CharTokenizer, tokens: Tokens) -> tuple[int, int]:
+def _measure_lines(
+    tokenizer: CharTokenizer, tokens: Tokens, line_ends: Mapping[str, int]
+) -> dict[str, int]:
     """Return the number of lines, and the length of the longest in characters.
 
     The end of a document ends a line, unless it follows a line end.
     """
-    newline, eos = map(tokenizer.characters.find, ("\n", tokenizer.eos_token or "\n"))
+    ends = [tokenizer.characters.find(each) for each in NEWLINES.values()]
+    eos = tokenizer.characters.find(tokenizer.eos_token or "\n")
     n_lines = longest = length = 0  # length: of the line at the end of a chunk
     for offset in range(0, tokens.size, CHUNK):
         chunk = tokens[offset : offset + CHUNK]
         chunk = chunk[chunk < tokenizer.first_continuation_id]  # one token of each character
-        edges = np.flatnonzero((chunk == newline) | (chunk == eos))
+        edges = np.flatnonzero(np.isin(chunk, [*ends, eos]))
         lengths = np.diff(edges, prepend=-1 - length, append=chunk.size) - 1
-        n_lines += int(((chunk[edges] == newline) | (lengths[:-1] > 0)).sum())
+        n_lines += int((np.isin(chunk[edges], ends) | (lengths[:-1] > 0)).sum())
         longest, length = max(longest, int(lengths.max())), int(lengths[-1])
-    return n_lines + (length > 0), longest
+    n_lines -= line_ends.get("CR LF", 0)  # which are two characters each
+    return {"lines": n_lines + (length > 0), "longest_line": longest}
+
+
+def count_line_ends(corpus: Corpus) -> dict[str, int]:
+    """Return how many line ends of each kind a text has, of those that it has."""
+    counts = Counter[str]()
+    ids = {name: corpus.tokenizer.characters.find(end) for name, end in NEWLINES.items()}
+    for start in range(0, corpus.tokens.size, CHUNK):
+        chunk = corpus.tokens[start : start + CHUNK + 1]  # one more, for CR LF
+        found = {name: chunk == token for name, token in ids.items()}
+        n_pairs = int((found["CR"][:-1] & found["LF"][1:]).sum())
+        counts.update({name: int(each[:CHUNK].sum()) for name, each in found.items()})
+        counts.update({"CR LF": n_pairs, "CR": -n_pairs, "LF": -n_pairs})
+    return dict(+counts)
 
 
 def _warnings(corpus: Corpus, known: Ints, pairs: PairCounts) -> list[str]:
     vocab_size, once = corpus.tokenizer.vocab_size, int((known == 1).sum())
-    carriage_return, newline = map(corpus.tokenizer.characters.find, "\r\n")
-    is_windows = (pairs.first == carriage_return) & (pairs.second == newline)
-    n_returns = int(pairs.counts[is_windows].sum())
     found = quick_warnings(corpus)
     if vocab_size > MAX_VOCAB_SIZE and not corpus.tokenizer.has_bytes:
         found.append(
@@ -101,18 +124,14 @@ def _warnings(corpus: Corpus, known: Ints, pairs: PairCounts) -> list[str]:
             f"{once:,} of the {len(known):,} characters occur only once and cannot be learned; "
             "set text.min_count to 2 or more"
         )
-    if n_returns:
-        found.append(
-            f"{n_returns:,} lines end in CR LF (Windows), which the model will reproduce; "
-            "convert them to LF if that is unwanted"
-        )
     difference = compare_splits(corpus)
     return found if difference is None else [*found, difference.warning]
 
 
 def quick_warnings(corpus: Corpus) -> list[str]:
     """Return the warnings about training on a text that are found at once."""
-    return [*filter(None, (warn_of_length(corpus), warn_of_list(corpus), warn_of_repeats(corpus)))]
+    warnings = (warn_of_length, warn_of_list, warn_of_newlines, warn_of_repeats)
+    return [*filter(None, (warning(corpus) for warning in warnings))]
 
 
 def warn_of_length(corpus: Corpus) -> str:
@@ -124,37 +143,101 @@ def warn_of_length(corpus: Corpus) -> str:
             f"give at least {MIN_CHARACTERS:,}, better a million"
         )
     if n_val < MIN_VALIDATION:
-        correct = ", or correct text.documents" if corpus.n_documents else ""
-        return (
-            f"the validation split has {n_val:,} characters, too few to measure a loss; "
-            f"give a longer text, or set text.val_fraction higher{correct}"
-        )
+        remedy = "give a longer text, or set text.val_fraction higher"
+        if corpus.n_documents:
+            remedy += ", or correct text.documents"
+        if origin := corpus.origin("val"):
+            remedy = f"give more than{origin}"
+        return f"the validation split has {n_val:,} characters, too few to measure a loss; {remedy}"
     return ""
 
 
-def warn_of_list(corpus: Corpus) -> str:
-    """Return advice on `text.documents` if the start of a text looks like a list, else ""."""
-    if corpus.n_documents:
-        return ""
-    lines = corpus.tokenizer.decode(corpus.tokens[:CHUNK]).replace("\r", "").split("\n")[:-1]
-    separators = Counter(filter(SEPARATOR.fullmatch, lines))
-    for line, count in separators.most_common(1):
+class ListGuess(NamedTuple):
+    """What makes a text look like a list of items."""
+
+    documents: str  # its separator, as it is typed, or `lines`
+    is_sure: bool
+    reason: str
+
+    @property
+    def setting(self) -> str:
+        """The option that makes the items documents."""
+        return f"-s text.documents={shlex.quote(self.documents)}"
+
+
+def guess_list(text: str) -> ListGuess | None:
+    """Return how the start of a text looks like a list of items, None if it does not.
+
+    It is sure of separators that nothing else uses, and of lines that are names, words or sorted
+    titles: distinct, of letters, and unlike verse without punctuation at their ends.
+    """
+    lines = text.splitlines()
+    for line, count in Counter(filter(SEPARATOR.fullmatch, lines)).most_common(1):
         if count >= MIN_SEPARATORS * max(MIN_LIST, len(lines)):
-            return (
-                f"{count:,} lines are {line}; if they separate items, -s "
-                f"text.documents='\\n{line}\\n' shuffles those, and each sample is one item"
-            )
+            reason = f"{count:,} lines are {line}, which may separate items"
+            return ListGuess(rf"\n{line}\n", line in ("%", GPT2_EOS), reason)
     items = [line.casefold() for line in lines]
-    n_sorted = sum(first <= second for first, second in pairwise(items))
     lengths = [len(item) for item in items]
     if len(items) < MIN_LIST or 0 in lengths or max(lengths) > MAX_ITEM:
-        return ""
-    if fmean(lengths) > MAX_MEAN_ITEM and n_sorted < MIN_SORTED * len(items):
+        return None
+    n_sorted = sum(first <= second for first, second in pairwise(items))
+    is_sorted = n_sorted >= MIN_SORTED * len(items)
+    if fmean(lengths) > MAX_MEAN_ITEM and not is_sorted:
+        return None
+    joined = "".join(items)
+    n_letters = sum(each.isalpha() or each in " '-" or combining(each) > 0 for each in joined)
+    # two wide characters are a word
+    n_words = [
+        max(len(item.split()), sum(east_asian_width(each) in "WF" for each in item) / 2)
+        for item in items
+    ]
+    n_punctuated = sum(category(item[-1])[0] == "P" for item in items)
+    is_sure = (
+        len(set(items)) >= MIN_DISTINCT * len(items)
+        and n_letters >= MIN_LETTERS * len(joined)
+        and n_punctuated <= MAX_PUNCTUATED * len(items)
+        and (is_sorted or fmean(n_words) <= MAX_MEAN_WORDS)
+    )
+    return ListGuess("lines", is_sure, "the text looks like a list of items, one a line")
+
+
+def sure_documents(text: str) -> str | None:
+    """Return the `text.documents` of a text by its start, which is logged; None unless it is sure.
+
+    Its lines or what separates its items are then those of a list without a doubt.
+    """
+    guess = guess_list(text)
+    if guess is None or not guess.is_sure:
+        return None
+    logger.info(
+        f"{guess.reason}; they are shuffled, and each sample is one item, as with {guess.setting} "
+        "(text.documents=null: one text in its order)"
+    )
+    return unescape(guess.documents)
+
+
+def warn_of_list(corpus: Corpus) -> str:
+    """Return advice on `text.documents` if a text may be a list, else ""."""
+    guess = None
+    if not corpus.n_documents:
+        guess = guess_list(corpus.tokenizer.decode(corpus.tokens[:CHUNK]))
+    if guess is None or guess.is_sure:  # null was then chosen
         return ""
     return (
-        "the text looks like a list of items; with -s text.documents=lines they are shuffled, and "
-        "each sample is one item (the loss of shuffled items is not comparable with that of a "
-        "sorted list, in which neighbours are alike)"
+        f"{guess.reason}; if so, {guess.setting} shuffles the items, and each sample is one (the "
+        "loss of shuffled items is not comparable with that of a sorted list, in which neighbours "
+        "are alike)"
+    )
+
+
+def warn_of_newlines(corpus: Corpus) -> str:
+    """Return a warning if a text has line ends other than LF, else ""."""
+    if not any(end in corpus.tokenizer.characters for end in NEWLINES.values() if end != "\n"):
+        return ""
+    found = count_line_ends(corpus)
+    kinds = ", ".join(f"{count:,} {name}" for name, count in found.items())
+    return (
+        f"line ends: {kinds}, which the model will reproduce; -s text.newlines=lf makes them all LF"
     )
 
 
@@ -217,6 +300,8 @@ def compare_splits(corpus: Corpus) -> SplitDifference | None:
         n_val = int((val == corpus.tokenizer.eos_token_id).sum())
         what = f"the last {n_val:,} of {corpus.n_documents:,} documents"
         remedy = "give more documents, a higher text.val_fraction or another text.seed"
+    if origin := corpus.origin("val"):
+        what, remedy = origin.removeprefix(" of "), "a file like the text would not differ"
     return SplitDifference(
         divergence,
         f"the validation split, {what}, differs from the training split: the KL divergence of its "

@@ -6,7 +6,8 @@
 
 The first pass counts the characters, for the tokenizer, and hashes the bytes, for the key. The
 second pass encodes. Documents are then stored in `shuffled_order`, so that every split is a sample
-of them. The memory needed is that of a chunk, and of the order of the documents.
+of them. Validation and test splits that have files of their own follow the text. The memory needed
+is that of a chunk, and of the order of the documents.
 """
 
 import hashlib
@@ -14,11 +15,12 @@ import json
 import os
 import tempfile
 import zlib
-from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,7 +32,14 @@ from chargpt.errors import RunError, TextError, UnreadableError
 from chargpt.files import open_regular, read_json, to_json, write_synced
 from chargpt.log import logger
 from chargpt.text import TextProgress
-from chargpt.text.corpus import Corpus, count_tokens, shuffled, shuffled_order
+from chargpt.text.corpus import (
+    Corpus,
+    HeldOut,
+    count_tokens,
+    shuffled,
+    shuffled_order,
+)
+from chargpt.text.describe import sure_documents
 from chargpt.text.display import REPLACEMENT
 from chargpt.text.source import (
     CHUNK_BYTES,
@@ -52,12 +61,15 @@ from chargpt.text.tokenizer import (
     Tokens,
     choose_min_count,
     code_points,
+    codes_to_text,
+    name_characters,
 )
 
 TOKENS, LINES, META = "tokens.bin", "lines.bin", "meta.json"
 TEXT_FILES = (TOKENS, LINES, META)
 KEY_VERSION = 1
 MAX_META_BYTES = 500_000_000  # of a million files
+MAX_START = 500_000  # characters by which a list is recognised
 
 
 class _Meta(BaseModel, strict=True, extra="forbid", title=META):
@@ -69,6 +81,7 @@ class _Meta(BaseModel, strict=True, extra="forbid", title=META):
     tokenizer_sha256: str
     checksums: dict[str, tuple[int, int]]  # size and CRC-32 of the other files, by name
     files: list[TextFile]
+    held_out: dict[str, HeldOut] = {}
     format: Literal["chargpt-text"] = "chargpt-text"
     version: Literal[1] = 1
 
@@ -106,13 +119,26 @@ def prepare(
     codec_name(settings.encoding)  # rejects unknown ones
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with opened(source, settings.encoding, folder) as source:
-            if len(source.files) > 1 and settings.documents is None:
+        with ExitStack() as stack:
+            parts = {
+                split: stack.enter_context(opened(each, settings.encoding, folder))
+                for split, each in {"train": source, **source.held_out}.items()
+            }
+            if settings.documents == "auto":
+                start = ""
+                for piece in text_pieces(iter_chunks(parts["train"]), settings):
+                    start += piece
+                    if len(start) >= MAX_START:
+                        break
+                documents = sure_documents(start)
+                settings = settings.model_copy(update={"documents": documents})
+            is_last = len(parts["train"].files) > 1 and "val" not in parts
+            if is_last and settings.documents is None:
                 logger.warning(
                     "the validation split is the end of the last files; -s text.documents=files "
                     "shuffles the files and splits between them"
                 )
-            return _encode(source, settings, folder, on_progress)
+            return _encode(parts, settings, folder, on_progress)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise TextError(
@@ -122,52 +148,111 @@ def prepare(
 
 
 def _encode(
-    source: Source, settings: TextConfig, folder: Path, on_progress: TextProgress | None
+    parts: Mapping[str, Source],
+    settings: TextConfig,
+    folder: Path,
+    on_progress: TextProgress | None,
 ) -> Corpus:
-    """Read a source in both passes and write the files; see `prepare`."""
-    counts, digests = _count_characters(source, settings, on_progress)
-    if not counts.any():
-        raise TextError(f"{source.name} is empty; give a text that holds characters")
-    if settings.encoding_errors == "replace" and (count := int(counts[ord(REPLACEMENT)])):
-        logger.warning(
-            f"bytes that do not decode, replaced by U+FFFD: {count:,}, "
-            f"{count / counts.sum():.2%} of the characters"
-        )
+    """Read the text and its held-out parts in both passes and write the files; see `prepare`."""
+    counted, digests = {}, {}
+    for split, part in parts.items():
+        counted[split], digests[split] = _count_characters(part, settings, on_progress)
+        if not counted[split].any():
+            raise TextError(f"{part.name} is empty; give a text that holds characters")
+    counts = sum(counted.values(), np.zeros_like(counted["train"]))
+    _log_characters(counts, counted["train"], settings)
     min_count = settings.min_count or choose_min_count(counts)
     rare = settings.rare if min_count > 1 else "keep"
-    eos_token = eos_token_of(settings.documents)
     tokenizer = CharTokenizer.from_counts(
-        counts, min_count, rare, eos_token, settings.extra_characters
+        counts, min_count, rare, eos_token_of(settings.documents), settings.extra_characters
     )
-    places = Places([], array("q"))
-    pieces = text_pieces(iter_chunks(source, on_progress, "encoding"), settings, places)
-    path = folder / TOKENS
-    checksums = {TOKENS: _write(path, (tokenizer.encode(text, "replace") for text in pieces))}
-    if eos_token:
-        tokens = np.memmap(path, dtype=tokenizer.dtype, mode="r")
-        path.unlink()  # the map keeps its content
-        lines = np.frombuffer(places.lines, np.int64)
-        lines = lines[shuffled_order(len(lines), settings.seed)]
-        checksums = {
-            TOKENS: _write(path, shuffled(tokens, tokenizer.eos_token_id, settings.seed)),
-            LINES: _write(folder / LINES, iter([lines])),
-        }
-    for name in checksums:
-        with open(folder / name, "rb") as file:
-            os.fsync(file.fileno())
-    begins = zip(source.files, places.files, strict=False)  # streams have no files
+    places = Places()
+    begins, checksums = _write_tokens(parts, settings, tokenizer, places, folder, on_progress)
+    files = [file for part in parts.values() for file in (part.files or [None])]
     meta = _Meta(
-        name=_as_utf8(source.name),
+        name=_as_utf8(parts["train"].name),
         key=text_key(digests, settings, 1 if rare == "keep" else min_count, rare),
         rare_count=int(counts.sum() - counts[code_points(tokenizer.characters)].sum()),
         tokenizer_sha256=_sha256(tokenizer),
         checksums=checksums,
-        files=[file._replace(path=_as_utf8(file.path), begin=begin) for file, begin in begins],
+        files=[
+            file._replace(path=_as_utf8(file.path), begin=begin)
+            for file, begin in zip(files, places.files, strict=True)
+            if file is not None  # as of a stream
+        ],
+        held_out={
+            split: HeldOut(_as_utf8(part.name), begin)
+            for (split, part), begin in zip(parts.items(), begins, strict=True)
+            if split != "train"
+        },
     )
     content = meta.model_dump()
     content["crc32"] = zlib.crc32(to_json(content))
     write_synced(folder / META, [to_json(content)])
     return _open(folder, settings, tokenizer, meta)
+
+
+def _log_characters(counts: Ints, trained: Ints, settings: TextConfig) -> None:
+    """Log which characters may be a mistake, by the counts of the code points, (0x110000,).
+
+    `trained` are those of the training text.
+    """
+    only = np.flatnonzero((counts > 0) & (trained == 0))
+    if only.size:
+        names = name_characters(codes_to_text(only[np.argsort(-counts[only], kind="stable")]))
+        logger.warning(f"characters of held-out files that the training text lacks: {names}")
+    if settings.encoding_errors == "replace" and (count := int(counts[ord(REPLACEMENT)])):
+        logger.warning(
+            f"bytes that do not decode, replaced by U+FFFD: {count:,}, "
+            f"{count / counts.sum():.2%} of the characters"
+        )
+    if n_nul := int(counts[0]):
+        logger.warning(f"NUL characters, U+0000, in the text: {n_nul:,}")
+
+
+def _write_tokens(
+    parts: Mapping[str, Source],
+    settings: TextConfig,
+    tokenizer: CharTokenizer,
+    places: Places,
+    folder: Path,
+    on_progress: TextProgress | None,
+) -> tuple[list[int], dict[str, tuple[int, int]]]:
+    """Write the tokens of all parts, documents shuffled within each, and their lines.
+
+    Returns the number of tokens before each part, and the sizes and checksums of the files.
+    """
+    begins, first_documents, path = list[int](), list[int](), folder / TOKENS
+
+    def encoded() -> Iterator[Tokens]:
+        n_tokens = 0
+        for part in parts.values():
+            begins.append(n_tokens)
+            first_documents.append(len(places.lines))
+            chunks = iter_chunks(part, on_progress, "encoding")
+            for text in text_pieces(chunks, settings, places):
+                tokens = tokenizer.encode(text, "replace")
+                n_tokens += len(tokens)
+                yield tokens
+
+    checksums = {TOKENS: _write(path, encoded())}
+    if tokenizer.eos_token:
+        tokens = np.memmap(path, dtype=tokenizer.dtype, mode="r")
+        path.unlink()  # the map keeps its content
+        orders = [
+            first + shuffled_order(end - first, settings.seed)
+            for first, end in pairwise([*first_documents, len(places.lines)])
+        ]
+        order = np.concatenate(orders)
+        lines = np.frombuffer(places.lines, np.int64)[order]
+        checksums = {
+            TOKENS: _write(path, shuffled(tokens, tokenizer.eos_token_id, order)),
+            LINES: _write(folder / LINES, iter([lines])),
+        }
+    for name in checksums:
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
+    return begins, checksums
 
 
 def _as_utf8(name: str) -> str:
@@ -193,15 +278,24 @@ def _count_characters(
     return counts, [digest.hexdigest() for digest in hashes.values()]
 
 
-def text_key(digests: list[str], settings: TextConfig, min_count: int, rare: Rare) -> str:
+def text_key(
+    digests: Mapping[str, list[str]], settings: TextConfig, min_count: int, rare: Rare
+) -> str:
     """Return the SHA-256 of the files' digests and of all that determines their tokens."""
-    facts = [KEY_VERSION, codec_name(settings.encoding), min_count, digests]
+    held_out = dict(digests)
+    facts = [KEY_VERSION, codec_name(settings.encoding), min_count, held_out.pop("train")]
+    if held_out:
+        facts.append({"held_out": held_out})
+    if settings.newlines != "keep":
+        facts.append({"newlines": settings.newlines})
     if settings.encoding_errors != "strict":
         facts.append(settings.encoding_errors)
     if rare == "bytes":
         facts.append(rare)
     if settings.extra_characters:
         facts.append({"characters": settings.extra_characters})
+    if settings.documents is None and max(map(len, digests.values())) > 1:
+        facts.append("a line end between files")
     if settings.documents:
         facts.append([settings.documents, settings.seed])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -278,6 +372,7 @@ def _open(folder: Path, settings: TextConfig, tokenizer: CharTokenizer, meta: _M
         settings=settings,
         rare_count=meta.rare_count,
         files=tuple(meta.files),
+        held_out=meta.held_out,
         lines=lines,
         folder=folder,
     )

@@ -10,27 +10,28 @@ import glob
 import gzip
 import io
 import os
+import re
+import shlex
 import stat
 import sys
 import tempfile
 import zlib
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from itertools import chain, groupby
-from operator import itemgetter
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from itertools import chain, groupby, pairwise, repeat, takewhile
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-
-from charset_normalizer import from_bytes
 
 from chargpt.config import TextConfig
 from chargpt.errors import MissingTextError, TextError, most_similar
 from chargpt.log import logger
 from chargpt.text import TextProgress
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
+from chargpt.text.formats import BOMS, MARKUP, guess_encodings, problem_of
 
 CHUNK_BYTES = 1 << 19  # small enough for a processor's cache, with its text and tokens
 MAX_TEXT_BYTES = 100 * 10**9  # of all files together, decompressed
@@ -39,16 +40,16 @@ MAX_FILES = 1_000_000
 MAX_COMPARED_NAMES = 2000  # of files, with one that does not exist
 STDIN = "-"
 GZIP_MAGIC = b"\x1f\x8b"
-BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32's
-    (codecs.BOM_UTF32_LE, "utf-32-le"),
-    (codecs.BOM_UTF32_BE, "utf-32-be"),
-    (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF16_LE, "utf-16-le"),
-    (codecs.BOM_UTF16_BE, "utf-16-be"),
-)
 BYTE_ORDER_MARK = "\ufeff"
+LINE_ENDS = "\u2028\u2029"  # beside CR and LF
 RECORD_SEPARATOR = "\x1e"
-OLDER = ("cp1252", "cp1251", "koi8_r", "shift_jis", "cp949", "euc_jp", "big5", "gb18030")
+SPLIT_WORDS = {  # in the names of files, by split
+    "train": {"train", "training"},
+    "val": {"val", "valid", "validation", "dev"},
+    "test": {"test", "testing"},
+}
+MAX_UNNAMED = 0.01  # of the bytes, in files whose names say no split, such as a README
+URL = re.compile(r"\b(https?|ftp):/+(.+)")  # paths lose the second slash
 
 
 class TextFile(NamedTuple):
@@ -84,24 +85,29 @@ class Source:
         stream: the whole text as a seekable stream, instead of files. A source without either is
             standard input.
         note: a sentence for the user, or "".
+        held_out: the sources of the validation and test splits, by split, of a text that has such.
     """
 
     name: str
     files: tuple[TextFile, ...] = ()
     stream: IO[bytes] | None = None
     note: str = ""
+    held_out: Mapping[str, "Source"] = field(default_factory=dict)
 
 
-class Places(NamedTuple):
+@dataclass
+class Places:
     """Where the files and documents of a text begin.
 
     Attributes:
         files: number of characters before each file; of a list of documents, the number of lines.
         lines: number of lines before each document. Every file begins a new line.
+        end: number of characters or lines so far.
     """
 
-    files: list[int]
-    lines: "array[int]"
+    files: list[int] = field(default_factory=list)
+    lines: "array[int]" = field(default_factory=lambda: array("q"))
+    end: int = 0
 
 
 def require_text(content: object) -> None:
@@ -116,14 +122,57 @@ def require_text(content: object) -> None:
 
 
 def find_text(settings: TextConfig, text: str | None = None) -> Source:
-    """Return the source of a text, to train on or to score: what `settings.path` names, or `text`.
+    """Return the source of a text to train on, with those of its splits that have their own.
 
-    The path is that of a file, folder or glob, `-`, or None for the built-in text.
+    The text is what `settings.path` names: a file, folder or glob, `-`, or None for the built-in
+    text; or `text` itself.
 
     Raises:
         MissingTextError: there is no file.
-        TextError: the path cannot be read, or the text is none.
+        TextError: a path cannot be read, the text is none, or a file is in two splits.
     """
+    source = _find(settings, text)
+    paths = {"val": settings.val_path, "test": settings.test_path}
+    held_out = {
+        split: _find(settings.model_copy(update={"path": path}))
+        for split, path in paths.items()
+        if path is not None
+    }
+    if not held_out:
+        return _split_by_name(source)
+    names = [file.path for each in (source, *held_out.values()) for file in each.files]
+    if twice := next((path for path, n in Counter(names).items() if n > 1), None):
+        raise TextError(f"{twice} is in two splits; give each split files of its own")
+    return replace(source, held_out=held_out)
+
+
+def _split_by_name(source: Source) -> Source:
+    """Return a source with its files in splits, if their names say so, as published texts' do."""
+    root = os.path.commonpath([file.path for file in source.files] or [""])
+    parts = defaultdict[str, list[TextFile]](list)
+    for file in source.files:
+        words = re.split("[^a-z]+", os.path.relpath(file.path, root).lower())
+        named = [split for split, names in SPLIT_WORDS.items() if not names.isdisjoint(words)]
+        parts[named[0] if len(named) == 1 else ""].append(file)
+    sizes = {split: sum(file.size for file in files) for split, files in parts.items()}
+    others = parts.pop("", [])  # such as a README
+    if {*parts} <= {"train"} or not parts["train"]:
+        return source
+    if sizes.get("", 0) > MAX_UNNAMED * sum(sizes.values()):
+        return source
+    counts = ", ".join(f"{len(parts[split]):,} {split}" for split in SPLIT_WORDS if split in parts)
+    note = f"{source.note}; by their names: {counts}"
+    if others:
+        note += f"; not used: {len(others):,}, such as {Path(others[0].path).name}"
+    held_out = {
+        split: Source(Path(parts[split][0].path).name, tuple(parts[split]))
+        for split in ("val", "test")
+        if split in parts
+    }
+    return replace(source, files=tuple(parts["train"]), note=note, held_out=held_out)
+
+
+def _find(settings: TextConfig, text: str | None = None) -> Source:
     path = settings.path
     if text is not None:
         require_text(text)
@@ -142,13 +191,13 @@ def find_text(settings: TextConfig, text: str | None = None) -> Source:
     try:
         mode = os.stat(found).st_mode
         if stat.S_ISDIR(mode):
-            return _find_folder(found, settings.suffixes)
+            return _find_folder(found, settings)
         if stat.S_ISREG(mode):
             return Source(found.name, (_text_file(found),))
     except (FileNotFoundError, NotADirectoryError):
-        if glob.has_magic(str(found)):
-            return _find_glob(found)
-        raise MissingTextError(_missing(found)) from None
+        if glob.has_magic(str(found)) and not URL.search(str(found)):
+            return _find_glob(found, settings)
+        raise MissingTextError(missing_message(found)) from None
     except (OSError, ValueError) as error:
         raise TextError(_unreadable(path, error)) from None
     raise TextError(f"{path} is a device or a pipe, not a file; pipe its text in and name it `-`")
@@ -159,8 +208,13 @@ def _text_file(path: Path) -> TextFile:
     return TextFile(str(path.absolute()), status.st_size, status.st_mtime_ns)
 
 
-def _missing(path: Path) -> str:
+def missing_message(path: Path) -> str:
     """Return the message for a path that does not exist, with the most similar one that does."""
+    if match := URL.search(str(path)):
+        url = f"{match[1]}://{match[2]}"
+        named = next((each.name for each in CATALOG.values() if each.url == url), None)
+        command = f"chargpt data get {named}" if named else f"curl -LO {shlex.quote(url)}"
+        return f"{url} is an address and not a file; download it first: `{command}`"
     remedy = "correct the path, or see `chargpt data list` for texts to fetch"
     if similar := most_similar(str(path), CATALOG):
         remedy = f"did you mean `chargpt data get {similar}`?"
@@ -176,21 +230,21 @@ def _unreadable(path: str, error: OSError | ValueError) -> str:
     return f"{path} cannot be read ({reason}); change its permissions or name another file"
 
 
-def _find_glob(pattern: Path) -> Source:
+def _find_glob(pattern: Path, settings: TextConfig) -> Source:
+    root = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts))
     matches = glob.iglob(str(pattern), recursive=True)
-    paths = sorted({path.absolute() for path in map(Path, matches) if path.is_file()})
+    paths = {path.absolute() for path in map(Path, matches) if path.is_file()}
     if not paths:
         raise MissingTextError(f"no file matches {pattern}; correct the pattern or quote it")
-    name = "/".join(pattern.parts[-3:])
-    note = f"files read of {name}: {len(paths):,}, sorted by path" if len(paths) > 1 else ""
-    return Source(name, tuple(map(_text_file, paths)), note=note)
+    return _selected("/".join(pattern.parts[-3:]), root, paths, settings)
 
 
-def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
-    """Return the folder's files, sorted by path, without hidden ones."""
-    endings = tuple("." + suffix.lower().lstrip("*").lstrip(".") for suffix in suffixes)
-    paths: list[Path] = []
+def _find_folder(root: Path, settings: TextConfig) -> Source:
+    """Return the folder's files, without hidden ones."""
+    endings = tuple("." + suffix.lower().lstrip("*").lstrip(".") for suffix in settings.suffixes)
+    paths: set[Path] = set()
     others: Counter[str] = Counter()  # endings of the files that are left out
+    examples: dict[str, Path] = {}  # of these endings
     visited: set[str] = set()
 
     def reject(error: OSError) -> None:
@@ -206,9 +260,10 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
             if not path.is_file():
                 continue
             if path.name.lower().endswith(endings):
-                paths.append(path.absolute())
+                paths.add(path.absolute())
             else:
                 others[path.suffix] += 1
+                examples.setdefault(path.suffix, path)
         if len(paths) > MAX_FILES:
             raise TextError(f"{root} holds over {MAX_FILES:,} files; join them into fewer")
     kind = f"in {', '.join(endings)} (text.suffixes)"
@@ -219,16 +274,45 @@ def _find_folder(root: Path, suffixes: tuple[str, ...]) -> Source:
                 "continues the run)"
             )
         common = max(others, key=others.__getitem__, default="")
-        raise MissingTextError(
-            f"the folder {root} holds no file that ends {kind}; name another folder, or its files "
-            f"by a pattern, such as '{root}/**/*{common}'"
-        )
+        remedy = f"; name another folder, or its files by a pattern, such as '{root}/**/*{common}'"
+        if others and (problem := problem_of(_head(str(examples[common])))):
+            remedy = f", and {examples[common].name} (1 of {others[common]:,}) {problem}"
+        raise MissingTextError(f"the folder {root} holds no file that ends {kind}{remedy}")
+    listed = (f"{n:,} {ending or 'without an ending'}" for ending, n in others.most_common(3))
+    left_out = f"; not read: {others.total():,} ({', '.join(listed)})" if others else ""
     name = f"{root.absolute().name}/"
-    note = f"files read of {name}: {len(paths):,}, which end {kind}, sorted by path"
-    if others:
-        listed = (f"{n:,} {ending or 'without an ending'}" for ending, n in others.most_common(3))
-        note += f"; not read: {others.total():,} ({', '.join(listed)})"
-    return Source(name, tuple(map(_text_file, sorted(paths))), note=note)
+    return _selected(name, root, paths, settings, f", which end {kind}", left_out)
+
+
+def _selected(
+    name: str, root: Path, paths: set[Path], settings: TextConfig, kind: str = "", others: str = ""
+) -> Source:
+    """Return the files that `text.exclude` does not match, in natural order: 2 before 10.
+
+    Args:
+        root: absolute or not; patterns match names, and paths relative to it, also of folders.
+        kind, others: what the note says of these files, and of others.
+    """
+
+    def is_excluded(path: Path) -> bool:
+        inside = path.relative_to(root.absolute())
+        names = {path.name, *map(str, (inside, *inside.parents))}
+        return any(fnmatchcase(name, each) for each in settings.exclude for name in names)
+
+    def order(path: Path) -> tuple[list[list[str | int]], str]:
+        parts = (re.split(r"(\d+)", part) for part in path.parts)
+        return [[int(n) if n.isdecimal() else n for n in part] for part in parts], str(path)
+
+    files = sorted((path for path in paths if not is_excluded(path)), key=order)
+    if not files:
+        raise MissingTextError(
+            f"text.exclude leaves out all files of {name}: {len(paths):,}; exclude fewer"
+        )
+    if excluded := len(paths) - len(files):
+        others += f"; left out by text.exclude: {excluded:,}"
+    note = f"files read of {name}: {len(files):,}{kind}, sorted by path and number{others}"
+    is_notable = kind or len(paths) > 1
+    return Source(name, tuple(map(_text_file, files)), note=note if is_notable else "")
 
 
 @contextmanager
@@ -237,21 +321,31 @@ def opened(
 ) -> Iterator[Source]:
     """Yield a source that can be read more than once, and log what is notable about it.
 
-    Standard input becomes a temporary file in `folder`. Of several files the binary ones are left
-    out, if the encoding is `auto` and not all of them are.
+    Standard input becomes a temporary file in `folder`. Of several files those that are no text are
+    left out, if the encoding is `auto` and any of them is one.
 
     Raises:
         TextError: a file cannot be read, or standard input is longer than `max_bytes`.
     """
     if source.note:
         logger.info(source.note)
-    if encoding == "auto" and len(source.files) > 1:
-        binary = {file for file in source.files if _is_binary(file.path)}
-        texts = tuple(file for file in source.files if file not in binary)
-        if binary and any(file.size for file in texts):
-            first = Path(min(binary).path).name
-            logger.warning(f"files not read, since binary: {len(binary):,}, such as {first}")
+    if encoding == "auto":
+        heads = ((file, _head(file.path)) for file in source.files)
+        found = {file: (problem_of(head), MARKUP.match(head)) for file, head in heads}
+        problems = {file: problem for file, (problem, _) in found.items() if problem}
+        texts = tuple(file for file in source.files if file not in problems)
+        if problems and any(file.size for file in texts):
+            first = min(problems)
+            logger.warning(
+                f"files not read: {len(problems):,}, such as {Path(first.path).name}, which "
+                f"{problems[first]}"
+            )
             source = replace(source, files=texts)
+        if marked_up := [file for file, (_, is_markup) in found.items() if is_markup]:
+            logger.warning(
+                f"files of HTML or XML, whose tags are read as text: {len(marked_up):,}, such as "
+                f"{Path(marked_up[0].path).name}; `pandoc -t plain` removes them"
+            )
     if source.files or source.stream is not None:
         yield source
         return
@@ -260,10 +354,9 @@ def opened(
         yield replace(source, stream=copy)
 
 
-def _is_binary(path: str) -> bool:
-    """Return whether the first chunk of a file holds a NUL byte, and no byte order mark."""
-    head, _ = next(_read(path, None))
-    return b"\0" in head and not head.startswith(tuple(mark for mark, _ in BOMS))
+def _head(path: str) -> bytes:
+    """Return the first chunk of a file, decompressed."""
+    return next(_read(path, None))[0]
 
 
 def copy_stdin(write: Callable[[bytes], object], max_bytes: int) -> None:
@@ -360,27 +453,59 @@ def text_pieces(
         TextError: bytes that do not decode, named with their offset, if errors are `strict`.
     """
     codec = codec_name(settings.encoding)
-    files = (
-        _decode_file(name, codec, settings.encoding_errors, map(itemgetter(1), group))
-        for name, group in groupby(chunks, key=itemgetter(0))
-    )
+    joins = not eos_token_of(settings.documents)
+
+    def decode(name: str, pairs: Iterator[Any]) -> Iterator[str]:
+        text = following = ""
+        newline = "\n"
+
+        def contents() -> Iterator[bytes]:
+            nonlocal following
+            for (_, content), after in pairs:
+                following = after[0]
+                yield content
+
+        for text in _decode_file(name, codec, settings.encoding_errors, contents()):
+            if "\r\n" in text:
+                newline = "\r\n"
+            yield text
+        if following and joins and text and text[-1] not in "\r\n" + LINE_ENDS:
+            yield newline  # so that the file's last word is not joined to the next file's first
+
+    pairs = pairwise(chain(chunks, [("", b"")]))  # chunks, each with the next
+    files = (decode(name, group) for name, group in groupby(pairs, key=lambda pair: pair[0][0]))
+    if settings.newlines == "lf":
+        files = (lf_newlines(pieces, LINE_ENDS) for pieces in files)
     return mark_documents(files, settings.documents, places)
+
+
+def lf_newlines(pieces: Iterator[str], line_ends: str = "") -> Iterator[str]:
+    """Yield pieces of a text with CR LF, CR and other `line_ends` as LF."""
+    decoder = io.IncrementalNewlineDecoder(None, translate=True)
+    table = str.maketrans(dict.fromkeys(line_ends, "\n"))
+    for piece in pieces:
+        yield decoder.decode(piece).translate(table)
+    yield decoder.decode("", final=True)
+
+
+def _codec_of(codec: str, head: bytes) -> str:
+    """Return the codec of a file: that of its byte order mark, if `codec` leaves it open."""
+    for mark, marked in BOMS:
+        if head.startswith(mark) and (codec == "auto" or marked.startswith(codec)):
+            return marked
+    return "utf-8" if codec in ("auto", "utf-8-sig") else codec
 
 
 def _decode_file(name: str, codec: str, errors: str, contents: Iterator[bytes]) -> Iterator[str]:
     """Yield the text of one file's chunks, which may end inside a character, without its BOM."""
     head = next(contents)
-    if codec == "auto":
-        codec = next((marked for mark, marked in BOMS if head.startswith(mark)), "utf-8")
+    codec = _codec_of(codec, head)
+    if codec == "utf-8" and (problem := problem_of(head)):
+        raise TextError(f"{name} {problem}")
     decoder = codecs.getincrementaldecoder(codec)(errors)
     offset = 0  # of the chunk's first byte
     is_start = True
     for content in chain([head], contents, [b""]):
-        if codec in {"utf-8", "utf-8-sig"} and (index := content.find(b"\0")) >= 0:
-            raise TextError(
-                f"{name} holds a NUL byte at offset {offset + index:,}, so it is binary, or UTF-16 "
-                "without a byte order mark; name a text, or try --encoding utf-16-le"
-            )
         n_pending = len(decoder.getstate()[0])  # bytes of an incomplete character
         try:
             text = decoder.decode(content, final=not content)
@@ -394,22 +519,44 @@ def _decode_file(name: str, codec: str, errors: str, contents: Iterator[bytes]) 
 
 def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str:
     """Return the message for an error in bytes that begin at `offset` of the file."""
-    problem, examples = str(error), ""
+    problem, guesses = str(error), ""
     if isinstance(error, UnicodeDecodeError):
         byte = f"0x{error.object[error.start]:02X}"
         problem = f"byte {byte} at offset {offset + error.start:,}: {error.reason}"
-        likely = [match.encoding for match in from_bytes(error.object, cp_isolation=[*OLDER])]
-        examples = f", for example {' or '.join(likely[:3])}" if likely else ""
+        if error.reason != "unexpected end of data":  # a file that was cut
+            guesses = guess_encodings(error.object, error.start)
     return (
         f"{name} is not {codec.upper()} text ({problem}); convert it to UTF-8, name the encoding "
-        f"of the whole text with --encoding{examples}, or replace what does not decode with "
+        f"of the whole text{guesses or ' with --encoding'}, or replace what does not decode with "
         "--encoding-errors replace"
+    )
+
+
+def decode_bytes(content: bytes, encoding: str, name: str = "the text") -> tuple[str, str, str]:
+    """Return a text as a corpus reads it, its codec, and its byte order mark or "".
+
+    Raises:
+        TextError: the bytes do not decode, or the text does not encode to the same bytes.
+    """
+    if content.startswith(GZIP_MAGIC):
+        raise TextError(
+            f"{name} is a gzip file, whose bytes would not be restored; decompress it with gunzip"
+        )
+    codec = _codec_of(codec_name(encoding), content)
+    text = "".join(text_pieces([(name, content)], TextConfig(encoding=codec)))
+    for mark in ("", BYTE_ORDER_MARK):
+        with suppress(UnicodeError):
+            if (mark + text).encode(codec) == content:
+                return text, codec, mark
+    raise TextError(
+        f"{name} is read as {codec.upper()}, which does not give the same bytes back; convert it "
+        "to UTF-8"
     )
 
 
 def eos_token_of(documents: str | None) -> str:
     """Return the character that ends each document of `text.documents`; "" if that is null."""
-    return "" if documents is None else "\n" if documents == "lines" else RECORD_SEPARATOR
+    return {None: "", "auto": "", "lines": "\n"}.get(documents, RECORD_SEPARATOR)
 
 
 def mark_documents(
@@ -420,55 +567,56 @@ def mark_documents(
     Args:
         files: pieces of the text of each file; a document ends where its file ends. TextError if
             one holds U+001E, unless that separates them or they are lines.
-        documents: `lines`, `files`, the separator of the documents, or None: nothing is changed.
+        documents: `lines`, `files`, the separator of the documents, or None or `auto`: nothing is
+            changed. If it holds a line end, the documents' line ends become LF.
         places: receives where files and documents begin.
     """
-    places = places or Places([], array("q"))
+    places = places or Places()
     eos_token = eos_token_of(documents)
-    begin = 0
     for pieces in files:
-        places.files.append(begin)
-        if documents is None:
+        places.files.append(places.end)
+        if not eos_token or documents is None:
             for piece in pieces:
-                begin += len(piece)
+                places.end += len(piece)
                 yield piece
             continue
         separator = {"lines": "\n", "files": RECORD_SEPARATOR}.get(documents, documents)
         n_separating = separator.count("\n")  # lines that end in a separator
+        blank = "" if separator.strip("\n") else "\n"  # what a document does not begin with
         is_open = False  # whether a document has begun
         for *ended, last in _split(pieces, documents, separator):
             text = list[str]()
-            for part in ended:
+            for part, has_ended in (*zip(ended, repeat(True)), (last, False)):
                 if part and not is_open:
-                    places.lines.append(begin)
-                if part or is_open:
-                    text += (part, eos_token)
-                begin += part.count("\n") + n_separating
-                is_open = False
-            if last and not is_open:
-                places.lines.append(begin)
-            is_open = is_open or bool(last)
-            begin += last.count("\n")
-            yield "".join([*text, last])
+                    places.end += len(part) - len(part := part.lstrip(blank))
+                    if part:
+                        places.lines.append(places.end)
+                        is_open = True
+                text.append(part)
+                places.end += part.count("\n")
+                if has_ended:
+                    text.append(eos_token if is_open else "")
+                    places.end += n_separating
+                    is_open = False
+            yield "".join(text)
         if is_open:
             yield eos_token
-        begin += 1
+        places.end += 1
 
 
 def _split(pieces: Iterator[str], documents: str, separator: str) -> Iterator[list[str]]:
     """Yield the text of one file in parts of documents, of which all but the last have ended."""
-    newlines = io.IncrementalNewlineDecoder(None, translate=documents == "lines")
     rest = ""
-    for piece in pieces:
+    for piece in lf_newlines(pieces) if "\n" in separator else pieces:
         if RECORD_SEPARATOR in piece and documents not in ("lines", RECORD_SEPARATOR):
             raise TextError(
                 "the text holds the character U+001E, which marks the end of a document; remove it"
             )
-        *ended, rest = (rest + newlines.decode(piece)).split(separator)
+        *ended, rest = (rest + piece).split(separator)
         complete = max(0, len(rest) - len(separator) + 1)  # the rest may begin a separator
         yield [*ended, rest[:complete]]
         rest = rest[complete:]
-    yield (rest + newlines.decode("", final=True)).split(separator)
+    yield [rest]
 
 
 def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig()) -> str:
@@ -480,7 +628,7 @@ def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig())
     texts: list[str] = []
     size = 0
     max_bytes = 4 * (MAX_READ_CHARACTERS + 1)  # at 4 bytes each, and a byte order mark
-    found = find_text(settings.model_copy(update={"path": str(path)}))
+    found = _find(settings.model_copy(update={"path": str(path)}))
     with opened(found, settings.encoding, max_bytes=max_bytes) as source:
         for text in text_pieces(iter_chunks(source), settings):
             size += len(text)

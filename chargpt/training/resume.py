@@ -115,7 +115,9 @@ def text_of_run(
     settings, tokenizer = saved.config.text, saved.tokenizer
     if request.start is StartMode.NEW_OR_RESUME:
         given = request.resolved[0].text
-        is_same_file = request.text is None and given.path == settings.path != STDIN
+        keys = ("path", "val_path", "test_path")
+        is_same_file = request.text is None and given.path != STDIN
+        is_same_file &= all(getattr(given, key) == getattr(settings, key) for key in keys)
         if not (is_same_file and folder.has_text()):
             corpus = folder.prepare_text(find_text(given, request.text), settings, on_progress)
             if corpus.key != saved.state.corpus_key:
@@ -158,7 +160,8 @@ def resumed_config(
         if saved.config.with_values({key: value}) != saved.config
         and not (same_command and (value == "auto" or (key in RATES and saved.state.rollbacks)))
     }
-    allowed = {*MAY_CHANGE, "text.path"} if same_command else MAY_CHANGE
+    paths = ("text.path", "text.val_path", "text.test_path")
+    allowed = {*MAY_CHANGE, *paths} if same_command else MAY_CHANGE
     for key in changes:
         if key not in allowed and not key.endswith("_every"):
             raise ConfigError(

@@ -305,6 +305,7 @@ def start_run(
     seconds = None
     if pace is not None:
         config, seconds = pace.fit_plan()
+    config = config.with_values({"text.documents": corpus.settings.documents})
     ngram = None if baselines is None else baselines.ngram
     trainer = Trainer(config, corpus, folder=folder, group=group, ngram=ngram, base_run=base_run)
     if seconds is None:
