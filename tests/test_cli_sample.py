@@ -13,8 +13,8 @@ import pytest
 from conftest import REPOSITORY, Cli
 from shared_runs import QUICK, RARE
 
-from chargpt.cli.sample import say_repetition
-from chargpt.config import SampleConfig
+from chargpt.cli.sample import say_flaws
+from chargpt.inference.generation import new_sample
 
 
 def test_sample_prints_the_prompt_and_its_continuation(trained: Path, cli: Cli) -> None:
@@ -27,8 +27,10 @@ def test_sample_prints_the_prompt_and_its_continuation(trained: Path, cli: Cli) 
 
 def test_the_first_of_several_samples_equals_a_single_sample(trained: Path, cli: Cli) -> None:
     args = ["sample", trained, "--length", "40", "--seed", "5", "--json"]
-    many = json.loads(cli(*args, "--num-samples", "3").stdout)
-    one = json.loads(cli(*args).stdout)
+    many = json.loads(cli(*args, "--num-samples", "3", "-p", "The ").stdout)
+    assert ["The " + text for text in many["continuations"]] == many["samples"]
+    assert (many["prompt"], many["ended"]) == ("The ", ["length"] * 3)
+    one = json.loads(cli(*args, "-p", "The ").stdout)
     assert many["samples"][0] == one["samples"][0]
     assert len(set(many["samples"])) == 3
     assert cli("sample", trained, "--num-samples", "2").stdout.count("-- sample") == 2
@@ -96,6 +98,7 @@ def test_of_a_long_prompt_the_last_block_is_read(trained: Path, cli: Cli) -> Non
     assert cli("train", trained.parent / "novel.txt", *QUICK, "--out", "r", *RARE).returncode == 0
     done = cli("sample", "r", "-p", "漢字" * 4, "-n", "1")  # spelt by bytes
     assert "the prompt has 24 tokens; the model reads the last 16" in done.stderr
+    assert done.stderr.count("spelled as bytes: '漢' U+6F22, '字' U+5B57") == 1
 
 
 def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) -> None:
@@ -104,9 +107,13 @@ def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) ->
     assert "1 character outside the vocabulary ('ж' U+0436): left out" in skipped.stderr
     assert skipped.stdout.startswith("The ")
     assert len(skipped.stdout) == len("The ") + 5 + 1
+    args[3] = "The ж\u037e"  # its normal form is ;
     replaced = cli(*args, "--unknown", "replace")
+    assert "1 character outside" in replaced.stderr
+    assert replaced.stderr.count("converted to composed characters (NFC): 1 of its") == 1
+    assert replaced.stdout[5] == ";"
     assert "ж" not in replaced.stdout
-    assert len(replaced.stdout) == len("The ж") + 5 + 1
+    assert len(replaced.stdout) == len("The ж;") + 5 + 1
 
 
 def test_a_closed_output_pipe_is_no_error(trained: Path, tmp_path: Path) -> None:
@@ -165,13 +172,26 @@ def test_interactive_sampling_takes_paths_as_text_and_ends_at_quit(
     assert "The sea" not in done.stdout
 
 
-def test_long_runs_of_one_character_are_said_with_what_repeats_less(
-    capfd: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("continuations", "said"),
+    [
+        (["x" * 40, "ab12" + "c" * 36], ""),
+        (["no " * 13 + "tail of another kind"], ""),  # 39 of 59
+        (["x" * 41, "abc"], 'samples with a long repetition: 1 of 2, the first of "x"; a higher'),
+        (["He went " + "and the " * 9], 'repetition: 1 of 1, the first of " and the"; a higher'),
+        (["a\n" * 30], 'the first of "a⏎"; a higher --temperature without --top-k, --top-p'),
+        (["one", "one", "one"], "the 3 samples are the same; a higher --temperature without"),
+        (["", " \n ", "a"], "blank samples: 2 of 3; another --temperature, --seed or --prompt"),
+    ],
+)
+def test_samples_that_repeat_are_blank_or_the_same_are_said_with_what_helps(
+    continuations: list[str], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    settings = SampleConfig(prompt="x" * 90)
-    texts = ["ab" * 60, "x" * 90 + "ab" * 50 + "c" * 50, "x" * 90 + "a" + "b" * 39]
-    say_repetition(texts, settings)  # 50 of 150 and 39 of 40 in a row
+    say_flaws([new_sample("", each, "length") for each in continuations])
+    shown = capfd.readouterr().err
+    assert said in shown
+    assert len(shown.splitlines()) == bool(said)
+    say_flaws([new_sample("x" * 90, "ab", "length"), new_sample("x", " \n", "length")])
     assert capfd.readouterr().err == ""
-    say_repetition([*texts, "x" * 90 + "ab" * 49 + "c" * 51], settings)
-    message = "samples with a long run of one character: 1 of 4; a higher --temperature without"
-    assert message in capfd.readouterr().err
+    say_flaws([new_sample("x", " " * 20 + "\n" * 21, "length")])
+    assert "blank samples: 1 of 1" in capfd.readouterr().err

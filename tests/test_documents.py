@@ -227,12 +227,15 @@ def test_samples_of_a_list_are_whole_items(trained: Path, cli: Cli) -> None:
     assert max(map(len, items)) < 50  # the text ended before its length
     prompted = cli(*sample, "50", "-p", "be").stdout.splitlines()
     assert [item[:2] for item in prompted] == ["be"] * 30
+    after = cli(*sample, "5", "-p", "be\nan")
+    assert "holds the end of a document (⏎): what follows it begins a new one" in after.stderr
     for length in (50, 5):
         report = json.loads(cli(*sample, length, "--overlap", "--json").stdout)
-        finished = [len(item) < length for item in items]
+        finished = [len(item) <= length for item in items]
         assert report["samples"] == [item[:length] for item in items]
         assert report["finished"] == finished
-        copied = [item in NAMES if len(item) < length else None for item in items]
+        assert report["ended"] == ["document" if each else "length" for each in finished]
+        copied = [item in NAMES if len(item) <= length else None for item in items]
         assert report["copied"] == copied
         assert report["new"] == [None if each is None else not each for each in copied]
     n_new, n_cut = sum(item not in NAMES for item in items), finished.count(False)

@@ -21,7 +21,8 @@ from chargpt.analysis.memorization import (
     measure_overlap,
 )
 from chargpt.cli.sample import measure, overlap_json, print_new, print_overlap
-from chargpt.config import SampleConfig, TextConfig
+from chargpt.config import TextConfig
+from chargpt.inference.generation import new_sample
 from chargpt.text.corpus import Corpus, Place
 from chargpt.text.prepare import load_corpus
 
@@ -105,20 +106,20 @@ def test_of_a_long_training_split_little_is_hashed_and_short_ngrams_are_left_out
     training: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus = load_corpus(TextConfig(), text="".join(sorted(training)) + training[:900] * 2)
-    sampling = SampleConfig(prompt="", length=200)
-    exact = measure(corpus, [training[:200]], sampling)
+    text = new_sample("", training[:200], "length")
+    exact = measure(corpus, [text])
     hashed, prefix_sums = [], module._prefix_sums
     for name in ("chargpt.cli.sample", "chargpt.analysis.memorization"):
         monkeypatch.setattr(f"{name}.MAX_SCANNED", 1000)
     monkeypatch.setattr(
         module, "_prefix_sums", lambda *args: hashed.append(len(args[0])) or prefix_sums(*args)
     )
-    found = measure(corpus, [training[:200]], sampling)
+    found = measure(corpus, [text])
     assert sum(hashed[1:]) < 2500 < len(training) / 4  # the first: of the samples
     assert [each.matches for each in found.texts] == [each.matches for each in exact.texts]
     long = {n: fraction for n, fraction in exact.texts[0].novel.items() if n >= MIN_MATCH}
     assert found.texts[0].novel == long
-    print_overlap(corpus, found, [training[:200]], sampling)
+    print_overlap(corpus, found, [text])
     sentence = "Below n = 20 none are counted: the training split has more than 1,000 tokens"
     assert sentence in " ".join(capsys.readouterr().out.split())
 
@@ -268,14 +269,13 @@ def test_every_match_is_located_in_its_file(
 ) -> None:
     corpus, passages = books
     assert line_of(corpus, "The ") == Place("books/a.txt", 1)
-    text = f"QQ{passages[1]}QQ{passages[0]}QQ{passages[1]}"
-    sampling = SampleConfig(prompt="", length=len(text))
-    found = measure(corpus, [text], sampling)
-    (overlap,) = overlap_json(corpus, found, [text], sampling)["overlap"]
+    text = new_sample("", f"QQ{passages[1]}QQ{passages[0]}QQ{passages[1]}", "length")
+    found = measure(corpus, [text])
+    (overlap,) = overlap_json(corpus, found, [text])["overlap"]
     places = [(match["start"], match["path"], match["line"]) for match in overlap["matches"]]
     assert places == [(27, "books/b.txt", 3), (2, "books/b.txt", 5), (60, "books/b.txt", 5)]
     assert overlap["longest"] == overlap["matches"][0]
-    print_overlap(corpus, found, [text], sampling)
+    print_overlap(corpus, found, [text])
     shown = capsys.readouterr().out
     assert max(map(len, shown[shown.index("characters  ") :].splitlines()[:4])) <= 80
     rows = re.findall(r"(\d+) +(\S+, line \d) +(.*\S)", shown)
@@ -342,9 +342,8 @@ def test_of_documents_that_did_not_end_the_ngrams_are_compared_but_none_is_count
     poem = "the sea was calm and the lamp was lit;\nthe boat came home.%"
     settings = TextConfig(documents="%")
     corpus = load_corpus(settings, text=poem * 50)
-    texts = [poem[:30]] * 4
-    sampling = SampleConfig(prompt="", length=30)
-    print_overlap(corpus, measure(corpus, texts, sampling), texts, sampling)
+    texts = [new_sample("", poem[:30], "length")] * 4
+    print_overlap(corpus, measure(corpus, texts), texts)
     shown = capsys.readouterr().out
     assert "not in the text" not in shown
     assert re.search(r"4 +0\.0% of 108 +0\.0% of \d+", shown)

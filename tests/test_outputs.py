@@ -220,13 +220,16 @@ def test_nothing_printed_controls_the_terminal(
 
 
 def test_spaces_and_joiners_of_every_script_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "a\u00a0b\u3000c\u2009d\u200ce\u200df\u00adg"
+    text = "a\u00a0b\u3000c\u2009d\u200ce\u200df\u00adg\u200b\u200f\u06dd\U000e0067\ufeff"
     console.out(text)
     assert capsys.readouterr().out == text + "\n"
     code = "def f():\n\treturn 1  \n\n  # done"  # of a sample
     console.say(code)
     assert capsys.readouterr().err == code + "\n"
-    console.out("\u202e\u2028\ufeff")  # may reorder or break a line
+    odd = "\u202e\u2028\x85\r\n\x1b[1m"
+    console.say(odd, is_sample=True)  # into a file
+    assert capsys.readouterr().err == odd + "\n"
+    console.out("\u202e\u2028\x85")  # may reorder or break a line
     assert capsys.readouterr().out == 3 * "\N{REPLACEMENT CHARACTER}" + "\n"
 
 

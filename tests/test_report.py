@@ -30,6 +30,7 @@ from chargpt.analysis.result import (
 )
 from chargpt.cli import report as report_command
 from chargpt.inference.evaluation import BaselineLoss, Baselines, Evaluation, evaluate_tokens
+from chargpt.inference.generation import new_sample
 from chargpt.models.ngram import NGRAM
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
@@ -236,7 +237,8 @@ def test_a_report_on_standard_output_is_the_page_alone(page: Page) -> None:
 def report_of(path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
     """Train on a text and return the report page in which these texts are the samples."""
     run_here("train", path, *TINY, *words, "--out", "mine", cwd=Path.cwd())
-    monkeypatch.setattr(module, "sample", lambda *_, **__: texts)
+    samples = [new_sample("", text, "document" if len(text) < 400 else "length") for text in texts]
+    monkeypatch.setattr(module, "sample", lambda *_, **__: samples)
     return write_report(load_run(Path("mine"), device="cpu")).read_text(encoding="utf-8")
 
 

@@ -3,8 +3,10 @@
 import functools
 import itertools
 import math
+import pickle
 import shutil
 import signal
+import tracemalloc
 from unittest.mock import Mock
 
 import numpy as np
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from noise import noisy_model, noisy_run_on
 from threadpoolctl import threadpool_info, threadpool_limits
 
+from chargpt.cli import sample as cli_sample
 from chargpt.config import SampleConfig
 from chargpt.errors import ConfigError, OperationError, UnknownCharacterError
 from chargpt.inference import generation
@@ -59,7 +62,7 @@ def test_a_streams_text_does_not_depend_on_the_number_of_streams():
 
 
 @pytest.mark.parametrize(
-    ("number", "num_samples"), [(signal.SIGINT, 16), (signal.SIGTERM, 1)], ids=["many", "one"]
+    ("number", "num_samples"), [(signal.SIGINT, 16), (signal.SIGTERM, 1), (signal.SIGINT, 1)]
 )
 def test_the_sample_command_ends_by_a_signal(number, num_samples, tmp_path):
     run = REPOSITORY / "tests" / "golden" / "0.1.0" / "run"
@@ -78,6 +81,7 @@ def test_the_sample_command_ends_by_a_signal(number, num_samples, tmp_path):
     assert command.returncode in (-number, 128 + number), error
     assert number != signal.SIGINT or error.endswith("stopped\n")
     assert num_samples == 1 or not out
+    assert (number, num_samples) != (signal.SIGINT, 1) or out.endswith("\n")
     assert "Traceback" not in error
 
 
@@ -214,18 +218,18 @@ def test_a_seed_gives_the_same_random_numbers_in_every_version():
     assert second.tolist() == pytest.approx([0.9429179866882604, 0.18302434176703442], abs=1e-15)
 
 
-def pieces_of(text, **options):
-    """Return the pieces of a stream that samples a text, and whether it has ended."""
-    tokenizer = CharTokenizer.fit(text)
+def pieces_of(text, eos_token="", **options):
+    """Return the pieces of a stream that samples a text, and how it has ended."""
+    tokenizer = CharTokenizer("".join(sorted({*text, *eos_token})), eos_token=eos_token)
     stream = generation._SampledText(tokenizer, SampleConfig(**options))
-    return [stream.push(int(token)) for token in tokenizer.encode(text)], stream.has_ended
+    return [stream.push(int(token)) for token in tokenizer.encode(text)], stream.ended
 
 
 def test_the_beginning_of_a_stop_string_is_returned_if_the_rest_does_not_follow():
     pieces = ["", "", "xy", "", "a", "a", ""]
-    assert pieces_of("xyaaaab", stop=("aab", "xyz")) == (pieces, True)
-    assert pieces_of("aa", stop=("aab",), length=2) == (["", "aa"], True)
-    assert pieces_of("abcd", stop=("bcd", "cd")) == (["a", "", "", ""], True)
+    assert pieces_of("xyaaaab", stop=("aab", "xyz")) == (pieces, "stop")
+    assert pieces_of("aa", stop=("aab",), length=2) == (["", "aa"], "length")
+    assert pieces_of("abcd", stop=("bcd", "cd")) == (["a", "", "", ""], "stop")
 
 
 @given(
@@ -241,6 +245,26 @@ def test_the_pieces_join_to_the_text_before_the_stop_string(text, stops):
             assert out == text[: min(places)]
             return
     assert out == text
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "written", "ended"),
+    [
+        ("anna", {}, "anna", ""),
+        ("anna\n", {}, "anna", "document"),
+        ("anna\n", {"length": 5}, "anna", "document"),
+        ("anna\n", {"length": 4}, "anna", "document"),  # its end is the next token
+        ("annab", {"length": 4}, "anna", "length"),
+        ("anna\n", {"length": 3}, "ann", "length"),
+        ("anna", {"length": 4, "stop": ("na",)}, "an", "stop"),
+        ("anna\n", {"length": 4, "stop": ("a\n",)}, "anna", "document"),
+        ("anna\n", {"stop": ("a\n", "\n")}, "ann", "stop"),
+        ("anna\n", {"stop": ("\n",)}, "anna", "document"),
+    ],
+)
+def test_a_text_records_why_it_ended(text, options, written, ended):
+    pieces, found = pieces_of(text, eos_token="\n", **options)
+    assert ("".join(pieces), found) == (written, ended)
 
 
 def test_a_stopped_stream_yields_empty_pieces_until_all_have_stopped():
@@ -297,6 +321,27 @@ def test_a_sample_is_the_prompt_and_its_continuation(make_run):
     assert [len(text) for text in texts] == [24, 24]
     assert sample(run, prompt="here", num_samples=2) == texts
     assert sample(run, options, num_samples=1) == texts[:1]
+    restored = pickle.loads(pickle.dumps(texts[0]))
+    assert ("here" + restored.continuation, restored.ended) == (texts[0], "length")
+    stopped = sample(run, options, stop=(texts[0][8],))[0]
+    assert (stopped, stopped.ended) == (texts[0][: 4 + len(stopped.continuation)], "stop")
+
+
+def test_the_memory_of_a_sampled_character_is_that_of_its_text(make_run, capsys, monkeypatch):
+    run = make_run(TEXT)
+    peaks = []
+    for length in (500, 4500):
+        tracemalloc.start()
+        assert len(sample(run, length=length)[0]) == length
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 4000 * 20  # bytes
+    monkeypatch.setattr(cli_sample, "MAX_KEPT", 100)
+    kept = cli_sample.print_stream(run, SampleConfig(length=450, prompt="here", seed=5), "error")
+    written = capsys.readouterr().out
+    assert len(written) == len("here") + 450 + 1
+    assert (written[-1 - len(kept) : -1], kept.ended) == (kept, "length")
+    assert 100 <= len(kept) <= 200
 
 
 def test_sampling_limits_the_blas_to_one_thread_and_restores_it(make_run):

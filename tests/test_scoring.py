@@ -14,7 +14,9 @@ from noise import noisy_run
 
 from chargpt.errors import TextError, UnknownCharacterError
 from chargpt.inference import evaluation
-from chargpt.inference.evaluation import evaluate_tokens
+from chargpt.inference.coding import compress
+from chargpt.inference.evaluation import evaluate, evaluate_tokens
+from chargpt.inference.generation import sample
 from chargpt.inference.scoring import score
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
@@ -89,6 +91,23 @@ def test_a_line_of_a_list_has_one_figure_wherever_it_stands(
         score(run, "")
 
 
+def test_prompts_and_texts_take_a_known_normal_form_but_not_texts_to_compress(
+    notes: list[str],
+) -> None:
+    run = run_of("\nabcdé")
+    known, other = "abé\ncdé", "abe\u0301\ncde\u0301"
+    assert score(run, other).text == known
+    results = [evaluate(run, text=text).nats_per_char for text in (other, known)]
+    assert results[0] == results[1]
+    given, composed = (sample(run, prompt=text, seed=1, length=9)[0] for text in (other, known))
+    assert (given.prompt, given.continuation) == (other, composed.continuation)
+    assert [note.partition(":")[0] for note in notes] == 3 * [
+        "the text was converted to composed characters (NFC)"
+    ]
+    with pytest.raises(UnknownCharacterError, match="convert it to composed"):
+        compress(run, other.encode())
+
+
 def test_without_a_newline_in_the_vocabulary_the_first_character_is_uniform() -> None:
     run = run_of("abcdefgh")
     assert score(run, "abc").bits[0] == score(run, "a").bits_per_char == pytest.approx(3)
@@ -117,12 +136,13 @@ def test_skipped_characters_stay_in_the_lines_that_are_shown(letters: str) -> No
 
 
 def test_lines_from_which_characters_were_left_out_say_so(cli: Cli, mixed_run: Path) -> None:
-    Path("ten.txt").write_text("the Ω sea Ω\nthe light\n")
+    odd = "the \u200b sea\x1b[1m \U000e0067\u06dd"  # in a file as it is
+    Path("ten.txt").write_text(f"{odd}\nthe light\n", encoding="utf-8")
     words = ("score", mixed_run, "ten.txt", "--unknown", "skip")
     lines = {line.split("\t")[3]: line for line in cli(*words, "--per-line").stdout.splitlines()}
-    assert lines["the Ω sea Ω"].endswith("\t2 left out")
+    assert lines[odd].endswith("\t6 left out")
     assert lines["the light"].endswith("\tthe light")
-    assert "(2 left out) the Ω sea Ω" in cli(*words).stdout
+    assert "(6 left out) the \u200b sea␛[1m" in cli(*words).stdout
 
 
 def test_a_table_of_lines_is_cut_where_it_says_so_and_shows_a_repeated_line_once(

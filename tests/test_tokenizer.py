@@ -141,9 +141,45 @@ def test_the_error_names_the_unknown_characters_and_the_remedy() -> None:
         ("abcä", "AZ", "'A' U\\+0041, 'Z' U\\+005A; leave them out"),
         ("abcä", "a\u0308b", "; convert it to composed characters \\(NFC\\), or leave"),
         ("abcä", "a\u0308z", "; leave them out"),
+        ("abca\u0308", "ä", "; convert it to decomposed characters \\(NFD\\), or leave"),
+        ("a'-. ", "’—…\u00a0", "has ' for ’, - for —, ... for …, ␣ for U\\+00A0\\); leave"),
+        ("a’“”–«", "'\"-„", "has ’ for ', “ or ” for \", – for -, “ or ” for „\\); leave"),
+        ("abc", "’", ": '’' U\\+2019; leave"),
     ):
         with pytest.raises(UnknownCharacterError, match=expected):
             CharTokenizer.fit(known).encode(text)
+
+
+@pytest.mark.parametrize(
+    ("known", "text", "expected", "counts"),
+    [
+        ("caféd", "cafe\u0301", "café", ("composed characters (NFC)", 0, 2)),
+        ("cafe\u0301", "café", "cafe\u0301", ("decomposed characters (NFD)", 0, 1)),
+        ("caféd", "cafe\u0301ж", "caféж", ("composed characters (NFC)", 1, 3)),
+        ("cafe", "café", "café", ()),  # neither form is known
+        ("cafeé\u0301", "cafe\u0301é", "cafe\u0301é", ()),  # both are
+        ("caf", "a" + "\u0315\u0300" * 200_000, "", ()),  # which takes minutes to normalise
+    ],
+)
+@pytest.mark.parametrize("has_bytes", [False, True])
+def test_a_text_is_read_in_the_normal_form_that_the_vocabulary_knows(
+    known: str,
+    text: str,
+    expected: str,
+    counts: tuple[str, int, int],
+    has_bytes: bool,
+    notes: list[str],
+) -> None:
+    tokenizer = CharTokenizer("".join(sorted(set(known))), has_bytes=has_bytes)
+    read = tokenizer.choose_form(text)
+    assert read == (expected or text)
+    if counts:
+        converted = "the text was converted to {}: {} of its characters are outside the vocabulary"
+        assert notes.pop(0) == f"{converted}, instead of {{}}".format(*counts)
+    is_spelled = has_bytes and not set(read) <= set(known)
+    assert [note.partition(": ")[0] for note in notes] == is_spelled * [
+        "rare in the training text, or not in it, and spelled as bytes"
+    ]
 
 
 @pytest.mark.parametrize(

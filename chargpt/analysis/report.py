@@ -76,7 +76,7 @@ def write_report(
         **curves(run, corpus, scores, records),
         "samples": training_samples(records),
         "eos_token": run.tokenizer.eos_token,
-        "document_end": end_sign(0, 1, run.tokenizer.eos_token),
+        "document_end": end_sign("document", run.tokenizer.eos_token),
         **reproduction(run),
     }
     slow = (predictions.surprisal, accuracy_and_calibration, attention, overlap)
@@ -186,7 +186,7 @@ def overlap(run: Run, corpus: Corpus) -> Values:
     eos_token = run.tokenizer.eos_token
     number = N_DOCUMENTS if eos_token else N_SAMPLES
     texts = sample(run, prompt="", length=SAMPLE_LENGTH, num_samples=number, seed=SEED, stop=())
-    finished = [text for text in texts if eos_token and len(text) < SAMPLE_LENGTH]
+    finished = [text for text in texts if text.ended == "document"]
     found = memorization.measure_overlap(corpus, texts, finished)
     parts = []
     for text, each in zip(texts, found.texts, strict=True):
@@ -194,7 +194,7 @@ def overlap(run: Run, corpus: Corpus) -> Values:
         parts.append(split_at(text, spans))
     boxes = [[each] for each in parts]
     if eos_token:
-        ends = [end_sign(len(text), SAMPLE_LENGTH, eos_token) for text in texts]
+        ends = [end_sign(text.ended, eos_token) for text in texts]
         boxes = [[[*each, (end, False)] for each, end in zip(parts, ends, strict=True)]]
     longest = found.longest_matches()[:1]
     return {

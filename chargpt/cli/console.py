@@ -8,7 +8,6 @@ import sys
 import textwrap
 import threading
 import time
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -27,7 +26,8 @@ DELAY_SECONDS = 0.5  # shorter work shows no bar
 PLAIN_LINE_SECONDS = 5.0  # between two lines of progress where there is no terminal
 BAR = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 SPARKS = "▁▂▃▄▅▆▇█"
-KEPT = "\n\t\N{SOFT HYPHEN}\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}\N{WORD JOINER}"
+# control characters but \n and \t, and what ends lines, reorders the text around it, or is no text
+UNSAFE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 started = time.perf_counter()  # when the command began; `run` sets it
 is_silent = False  # on the ranks of `torchrun` but the first; `run` sets it
@@ -63,12 +63,15 @@ def wrapped(text: str, stream: TextIO, indent: str = "", hanging: str = "") -> s
 
 
 def say(text: str, hanging: str = "", *, is_sample: bool = False) -> None:
-    """Print a message on stderr, above the progress bar; a sample keeps its own line breaks.
+    """Print a message on stderr, above the progress bar.
 
-    A closed stderr stops no work.
+    A sample keeps its own line breaks and, in a file, every character. A closed stderr stops no
+    work.
     """
-    text = printable(text)
-    text = text if is_sample else wrapped(text, sys.stderr, hanging=hanging)
+    if not is_sample:
+        text = wrapped(printable(text), sys.stderr, hanging=hanging)
+    elif sys.stderr.isatty():
+        text = printable(text)
     if is_silent:
         return
     try:
@@ -140,7 +143,7 @@ def out(text: str, end: str = "\n") -> None:
 
 
 def out_text(text: str, end: str = "") -> None:
-    """Print a generated text on stdout: as it is for a file, and printable for a terminal.
+    """Print a generated or given text on stdout: as it is for a file, printable for a terminal.
 
     Raises:
         TextError: the encoding of stdout, which is no terminal, lacks a character.
@@ -256,14 +259,10 @@ def sparkline(values: Sequence[float], stream: TextIO, width: int = 24) -> str:
 def printable(text: str) -> str:
     """Return text with control characters as signs, so that it cannot control a terminal.
 
-    Spaces of every kind and invisible characters that join or divide words are kept. Carriage
-    returns, which end the lines of many texts, are removed.
+    Other invisible characters are kept. Carriage returns, which end the lines of many texts, are
+    removed.
     """
-    return "".join(
-        c if c.isprintable() or c in KEPT or unicodedata.category(c) == "Zs" else display_char(c)
-        for c in text
-        if c != "\r"
-    )
+    return UNSAFE.sub(lambda found: display_char(found[0]), text.replace("\r", ""))
 
 
 class ProgressBar:

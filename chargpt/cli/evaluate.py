@@ -81,7 +81,7 @@ def evaluate(
     tokens, found = None, ""
     if text is not None:  # read once: it may be standard input
         settings = loaded.config.with_values(wanted).text
-        content = read_text(text, settings)
+        content = loaded.tokenizer.choose_form(read_text(text, settings))
         tokens = loaded.tokenizer.encode(content, unknown or settings.unknown)
         found = loaded.tokenizer.find_unknown(content)
         runs.warn_of_own_text(loaded, str(text), content)
@@ -239,7 +239,7 @@ def score(
             adaptive_losses=adaptive_losses if adaptive else None,
             on_progress=on_progress,
         )
-    runs.say_unknown(loaded, loaded.tokenizer.find_unknown(content), unknown)
+    runs.say_unknown(loaded, loaded.tokenizer.find_unknown(scored.text), unknown)
     lines = scored.lines()
     if json_:
         result = {
@@ -259,7 +259,7 @@ def score(
         for line in ranked:
             figures = f"{line.bits_per_char:.3f}\t{line.bits:.2f}\t{line.number}"
             left_out = f"\t{line.n_skipped} left out" if line.n_skipped else ""
-            console.out(f"{figures}\t{line.text}{left_out}")
+            console.out_text(f"{figures}\t{line.text}{left_out}\n")
         return
     console.out(
         f"{console.characters(len(scored.bits))}: {scored.bits_per_char:.3f} bits per character "

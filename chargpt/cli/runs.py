@@ -15,7 +15,6 @@ from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run, open_run
 from chargpt.text.describe import describe_repeats
 from chargpt.text.source import STDIN
-from chargpt.text.tokenizer import name_characters
 
 
 def runs(
@@ -161,7 +160,7 @@ def say_unknown(run: Run, unknown: str, policy: str | None) -> None:
         is_left_out = (policy or run.config.text.unknown) == "skip"
         replacement = run.tokenizer.token_text(run.tokenizer.replacement_id)
         done = "left out" if is_left_out else f"replaced by {replacement!r}"
-        count, names = console.characters(len(unknown)), name_characters(unknown)
+        count, names = console.characters(len(unknown)), run.tokenizer.name_missing(unknown)
         console.say(f"{count} outside the vocabulary ({names}): {done}")
 
 

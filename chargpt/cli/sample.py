@@ -5,12 +5,12 @@ import json
 import re
 import secrets
 import sys
-from collections import ChainMap
-from collections.abc import Collection, Mapping
+from collections import ChainMap, deque
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 
@@ -24,13 +24,13 @@ from chargpt.analysis.memorization import (
 from chargpt.cli import console, options, runs, tables
 from chargpt.config import Config, SampleConfig, TextConfig, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, TextError
+from chargpt.inference.generation import Ended, Sample, new_sample, stream_run
 from chargpt.inference.generation import sample as sample_texts
-from chargpt.inference.generation import stream_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Place
 from chargpt.text.display import display_text, whole_graphemes
 from chargpt.text.source import read_text
-from chargpt.text.tokenizer import UnknownPolicy
+from chargpt.text.tokenizer import UnknownPolicy, code_points
 
 with suppress(ImportError):
     import readline  # noqa: F401  # input() then edits the line and remembers earlier ones
@@ -41,7 +41,10 @@ HELP = (
     "prints it, also length, top_k, top_p, min_p, seed, stop (`/stop []`: none) and unknown. "
     "Ctrl-C ends a text, Ctrl-D or `/quit` the command."
 )
-MAX_RUN, MAX_RUN_FRACTION = 40, 1 / 3  # characters in a row that are the same, of a sample
+MAX_REPEATED, MAX_REPEATED_FRACTION = 40, 1 / 3  # characters of one repetition, of a sample
+MIN_REPEATS, MAX_PERIOD = 3, 300  # of a passage, and its characters
+MAX_SEARCHED = 2_000  # characters at the end of a sample that are searched for repetition
+MAX_KEPT = 100_000  # characters at the end of a streamed text: its continuation when interactive
 CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop", "unknown")
 MAX_SHOWN = 10  # matches in the table
 MAX_PASSAGE = 80  # characters of a match in the table
@@ -137,47 +140,76 @@ def sample(
         unit = "sample" if ends_early else "character"
         with console.show_progress(unit, "generated") as on_progress:
             texts = sample_texts(loaded, settings, unknown=policy, on_progress=on_progress)
-        report = measure(corpus, texts, settings) if corpus else None
+        report = measure(corpus, texts) if corpus else None
         if json_:
             result = {
                 "samples": texts,
-                "finished": [is_finished(text, settings) for text in texts],
+                "prompt": settings.prompt,
+                "continuations": [text.continuation for text in texts],
+                "ended": [text.ended for text in texts],
+                "finished": [text.ended != "length" for text in texts],
                 "seed": settings.seed,
                 "run": str(loaded.folder),
                 "step": loaded.step,
                 "mixture": mixture,
             }
             if corpus and report:
-                result |= overlap_json(corpus, report, texts, settings)
+                result |= overlap_json(corpus, report, texts)
             console.out_json(result)
         else:
-            print_samples(texts, settings, report, has_lines=loaded.tokenizer.eos_token == "\n")
+            print_samples(texts, report, has_lines=loaded.tokenizer.eos_token == "\n")
             if corpus and report:
-                print_overlap(corpus, report, texts, settings)
+                print_overlap(corpus, report, texts)
     if config.sample.seed is None and settings.temperature and sys.stdout.isatty() and not json_:
         console.say(f"--seed {settings.seed} gives the same text")
-    n_cut = sum(not is_finished(text, settings) for text in texts)
+    n_cut = sum(text.ended == "length" for text in texts)
     if n_cut and loaded.tokenizer.eos_token:
         console.say(
             f"documents cut at {console.characters(settings.length)}: {n_cut:,} of "
             f"{len(texts):,}; a higher -n finishes them"
         )
-    say_repetition(texts, settings)
+    say_flaws(texts)
 
 
-def say_repetition(texts: list[str], settings: SampleConfig) -> None:
-    """Print how many samples repeat one character for long, and what repeats less."""
-    n_repetitive = 0
-    for text in texts:
-        runs_of_one = (len(list(run)) for _, run in groupby(text[len(settings.prompt) :]))
-        n_sampled = len(text) - len(settings.prompt)
-        n_repetitive += max(runs_of_one, default=0) > max(MAX_RUN, MAX_RUN_FRACTION * n_sampled)
-    if n_repetitive:
+def say_flaws(samples: Sequence[Sample]) -> None:
+    """Print how many samples are blank, all the same or repeat a passage, and what helps."""
+    n_samples = len(samples)
+    seen = (  # a few spaces after a prompt are no flaw
+        each.continuation if len(each.continuation) > MAX_REPEATED else each for each in samples
+    )
+    if n_blank := sum(not text.strip() for text in seen):
         console.say(
-            f"samples with a long run of one character: {n_repetitive:,} of {len(texts):,}; "
-            "a higher --temperature without --top-k, --top-p and --min-p repeats less, and so does "
-            "a model that was trained longer"
+            f"blank samples: {n_blank:,} of {n_samples:,}; another --temperature, --seed or "
+            "--prompt gives others"
         )
+    if n_samples > 1 and len(set(samples)) == 1:
+        console.say(
+            f"the {n_samples:,} samples are the same; a higher --temperature without --top-k, "
+            "--top-p and --min-p gives different ones"
+        )
+    if repeated := [passage for each in samples if (passage := find_repeated(each.continuation))]:
+        console.say(
+            f"samples with a long repetition: {len(repeated):,} of {n_samples:,}, the first of "
+            f'"{display_text(repeated[0][:MAX_PASSAGE], keep_spaces=True)}"; a higher '
+            "--temperature without --top-k, --top-p and --min-p repeats less, and so does a model "
+            "that was trained longer"
+        )
+
+
+def find_repeated(text: str) -> str:
+    """Return a passage that a text repeats for long near its end, "" if there is none."""
+    text = text[-MAX_SEARCHED:]
+    codes = code_points(text)
+    least = max(MAX_REPEATED, MAX_REPEATED_FRACTION * len(text))
+    for period in range(1, min(MAX_PERIOD, len(text) // MIN_REPEATS) + 1):
+        # between two neighbours of `edges`, each character equals the one a period before
+        differ = np.flatnonzero(codes[period:] != codes[:-period])
+        edges = np.concatenate(([-1], differ, [codes.size - period]))
+        longest = np.diff(edges).argmax()
+        start, end = edges[longest] + 1, edges[longest + 1] + period
+        if end - start > least and end - start >= MIN_REPEATS * period:
+            return text[start : start + period]
+    return ""
 
 
 def given_prompt(
@@ -206,6 +238,7 @@ def given_prompt(
 def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
     """Return a prompt as the model reads it; say what it does not read."""
     tokenizer = run.tokenizer
+    prompt = tokenizer.choose_form(prompt)
     tokens = tokenizer.encode(prompt, unknown=unknown)
     runs.say_unknown(run, tokenizer.find_unknown(prompt), unknown)
     n_tokens = len(tokens) + len(tokenizer.eos_token)  # which precedes it
@@ -217,23 +250,15 @@ def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
     return prompt if unknown == "error" else tokenizer.decode(tokens)
 
 
-def is_finished(text: str, settings: SampleConfig) -> bool:
-    """Return whether a sample ended before its length, at the EOS token or a stop string."""
-    return len(text) < len(settings.prompt) + settings.length
-
-
-def print_samples(
-    texts: list[str], settings: SampleConfig, report: OverlapReport | None, *, has_lines: bool
-) -> None:
+def print_samples(texts: list[Sample], report: OverlapReport | None, *, has_lines: bool) -> None:
     """Print texts with their verbatim matches marked; lines without a heading each."""
-    n_prompt = len(settings.prompt)
     for index, text in enumerate(texts):
         spans = report.texts[index].spans if report else []
         if report and text in report.copied:
-            spans = [(0, len(text) - n_prompt)]
+            spans = [(0, len(text.continuation))]
         if not has_lines:
             console.out(f"-- sample {index + 1} --")
-        console.out_text(text[:n_prompt] + mark(text[n_prompt:], spans), "\n")
+        console.out_text(text.prompt + mark(text.continuation, spans), "\n")
 
 
 def sample_config(config: Config, given: Mapping[str, Any], unknown: UnknownPolicy) -> Config:
@@ -280,6 +305,7 @@ def interact(run: Run, config: Config) -> None:
                 config = change_setting(config, line[1:])
             else:
                 last = "" if run.tokenizer.eos_token else text
+                line = run.tokenizer.choose_form(line)
                 if config.text.unknown != "error":
                     runs.say_unknown(run, run.tokenizer.find_unknown(line), config.text.unknown)
                 settings = config.sample.model_copy(update={"prompt": line or last})
@@ -317,35 +343,38 @@ def print_stream(
     settings: SampleConfig,
     unknown: UnknownPolicy,
     ended_by: tuple[type[BaseException], ...] = (),
-) -> str:
-    """Print a text as it is sampled, and return it with its prompt.
+) -> Sample:
+    """Print a text as it is sampled, and return it, of a long one only the end.
 
     Args:
         unknown: instead of that of the run's config.
         ended_by: exceptions that end the text, not the command.
     """
-    text = settings.prompt
-    pieces = stream_run(run, settings, unknown=unknown)
-    console.out_text(text)
-    with suppress(*ended_by):
-        for (piece,) in pieces:
-            text += piece
-            console.out_text(piece)
-    console.out("")
-    return text
+    prompt, text = settings.prompt, ""
+    last: deque[list[Ended]] = deque([[""]], maxlen=1)
+    pieces = stream_run(run, settings, unknown=unknown, on_ended=last.append)
+    console.out_text(prompt)
+    try:
+        with suppress(*ended_by):
+            for (piece,) in pieces:
+                console.out_text(piece)
+                text += piece
+                if len(text) > 2 * MAX_KEPT:
+                    prompt, text = "", text[-MAX_KEPT:]
+    finally:  # also where Ctrl-C ends the command
+        console.out("")
+    return new_sample(prompt, text, last[0][0])
 
 
-def measure(corpus: Corpus, texts: list[str], settings: SampleConfig) -> OverlapReport:
+def measure(corpus: Corpus, texts: list[Sample]) -> OverlapReport:
     """Return the overlap of samples, without their prompt, with the training split."""
-    finished = [text for text in texts if is_finished(text, settings)]
-    sampled = [text[len(settings.prompt) :] for text in texts]
+    finished = [text for text in texts if text.ended != "length"]
+    sampled = [text.continuation for text in texts]
     with console.show_progress("character", "of the training split") as on_progress:
         return measure_overlap(corpus, sampled, finished, on_progress)
 
 
-def overlap_json(
-    corpus: Corpus, report: OverlapReport, texts: list[str], settings: SampleConfig
-) -> dict[str, Any]:
+def overlap_json(corpus: Corpus, report: OverlapReport, texts: list[Sample]) -> dict[str, Any]:
     """Return the overlap of each sample, with places, and which documents are new or copied."""
     overlaps = []
     for each in report.texts:
@@ -356,7 +385,7 @@ def overlap_json(
         overlaps.append({"longest": next(iter(values["matches"]), None), **values})
     result: dict[str, Any] = {"overlap": overlaps}
     if corpus.tokenizer.eos_token:  # else a text is no document
-        ended = [text if is_finished(text, settings) else None for text in texts]
+        ended = [text if text.ended != "length" else None for text in texts]
         result["new"] = [None if each is None else each not in report.known for each in ended]
         result["copied"] = [None if each is None else each in report.copied for each in ended]
     return result
@@ -369,12 +398,10 @@ def mark(text: str, spans: list[tuple[int, int]]) -> str:
     return text
 
 
-def print_overlap(
-    corpus: Corpus, report: OverlapReport, texts: list[str], settings: SampleConfig
-) -> None:
+def print_overlap(corpus: Corpus, report: OverlapReport, texts: list[Sample]) -> None:
     """Print what was found below the samples: documents or lines that are new, and the matches."""
     has_documents = bool(corpus.tokenizer.eos_token)
-    finished = [text for text in texts if is_finished(text, settings)]
+    finished = [text for text in texts if text.ended != "length"]
     if has_documents and finished:
         groups = {"sampled": finished, "distinct": set(finished)}
         print_new("documents", groups, report.copied, report.known)
@@ -418,7 +445,7 @@ def print_overlap(
             + left_out
         )
     # lines that the model has ended, with what the prompt has of the first
-    first = texts[0].rfind("\n", 0, len(settings.prompt)) + 1
+    first = texts[0].rfind("\n", 0, len(texts[0].prompt)) + 1
     lines = {line for text in texts for line in text[first:].split("\n")[:-1] if line}
     if len(lines) > 1 and not has_documents:
         print_new("lines", {"distinct": lines}, *find_documents(corpus, lines, "\n"))

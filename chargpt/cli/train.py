@@ -222,7 +222,7 @@ class StepView:
             sign = display_char(RECORD_SEPARATOR)
             legend = f" ({sign}: end of a document)" if sign in report.sample else ""
             console.say(f"-- sample at step {report.step:,}{legend} --")
-            console.say(report.sample.strip("\r\n"), is_sample=True)
+            console.say(report.sample, is_sample=True)
 
     def _detail(self, report: StepReport) -> str:
         """Return loss, validation, the next baseline to beat and speed, within 80 columns."""

@@ -187,6 +187,7 @@ def evaluate(
         pieces = lf_newlines([text], LINE_ENDS) if settings.newlines == "lf" else iter([text])
         text = "".join(mark_documents([pieces], settings.documents))
     if text is not None:
+        text = run.tokenizer.choose_form(text)
         tokens = run.tokenizer.encode(text, unknown=unknown or settings.unknown)
         n_unknown = len(run.tokenizer.find_unknown(text))
     elif tokens is None:

@@ -15,12 +15,15 @@ times as likely as the most likely one).
 Shapes in this file: N = sequences sampled together, T = prompt length, V = vocabulary size.
 """
 
+import io
 import math
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +33,34 @@ from threadpoolctl import threadpool_limits
 from chargpt.config import SampleConfig
 from chargpt.errors import ChargptError, ConfigError, OperationError
 from chargpt.inference.decoders import build_decoder
+from chargpt.log import logger
 from chargpt.models import LanguageModel, eval_mode
 from chargpt.store.run import Run, as_run
+from chargpt.text.display import display_char
 from chargpt.text.tokenizer import CharTokenizer, Floats, Ints, Tokens, UnknownPolicy
 
 MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of sequences that are sampled together
 UNIFORMS_CHUNK = 256  # positions whose uniform numbers are computed together
 MIN_TEMPERATURE = 1e-100  # dividing differences of logits by it does not overflow
+
+Ended = Literal["", "length", "stop", "document"]  # why a text has ended, "" if it has not
+
+
+class Sample(str):
+    """A sampled text: the prompt and its continuation.
+
+    Attributes:
+        prompt: its beginning.
+        ended: by its `length`, before a `stop` string, or at the end of a `document`.
+    """
+
+    prompt: str
+    ended: Ended
+
+    @property
+    def continuation(self) -> str:
+        """The text without the prompt."""
+        return self[len(self.prompt) :]
 
 
 def sample(
@@ -46,7 +70,7 @@ def sample(
     unknown: UnknownPolicy | None = None,
     on_progress: Callable[[int, int], object] = lambda *_: None,
     **changes: object,
-) -> list[str]:
+) -> list[Sample]:
     """Generate texts with a trained model; that of `with_mixture(run)` is its mixture.
 
     Args:
@@ -61,8 +85,8 @@ def sample(
             `num_samples`, `stop` or `seed`, as in `sample(run, prompt="To be", temperature=0.5)`.
 
     Returns:
-        `num_samples` texts, each the prompt and its continuation (`stream` yields the continuation
-        alone), without stop strings.
+        `num_samples` strings, each the prompt and its continuation without stop strings, with the
+        attributes of `Sample`: `continuation` alone, and how it `ended`.
 
     Raises:
         ConfigError: a setting is unknown or invalid.
@@ -76,19 +100,29 @@ def sample(
     group_size = max(1, MAX_GROUP_BYTES // (4 * n_values))
     ends_early = bool(chosen.stop or run.tokenizer.eos_token)
     total = chosen.num_samples * (1 if ends_early else chosen.length)
-    texts: list[str] = []
-    n_ended: list[int] = []  # in the group, after each step
+    samples: list[Sample] = []
+    last: deque[list[Ended]] = deque([[]], maxlen=1)  # of the group, after each step
     for first in range(0, chosen.num_samples, group_size):
         sequence_ids = range(first, min(first + group_size, chosen.num_samples))
-        steps = []
-        for step in stream_run(
-            run, chosen, unknown=unknown, sequence_ids=sequence_ids, on_ended=n_ended.append
-        ):
-            steps.append(step)
-            done = first * chosen.length + min(len(steps), chosen.length) * len(sequence_ids)
-            on_progress(first + n_ended[-1] if ends_early else done, total)
-        texts += [chosen.prompt + "".join(pieces) for pieces in zip(*steps, strict=True)]
-    return texts
+        texts = [io.StringIO() for _ in sequence_ids]
+        steps = stream_run(
+            run, chosen, unknown=unknown, sequence_ids=sequence_ids, on_ended=last.append
+        )
+        for n_steps, step in enumerate(steps, 1):
+            for text, piece in zip(texts, step, strict=True):
+                text.write(piece)
+            done = first * chosen.length + min(n_steps, chosen.length) * len(sequence_ids)
+            on_progress(first + sum(map(bool, last[0])) if ends_early else done, total)
+        for text, ended in zip(texts, last[0], strict=True):
+            samples.append(new_sample(chosen.prompt, text.getvalue(), ended))
+    return samples
+
+
+def new_sample(prompt: str, continuation: str, ended: Ended) -> Sample:
+    """Return a sample; without a constructor of its own, its class can be pickled."""
+    sample = Sample(prompt + continuation)
+    sample.prompt, sample.ended = prompt, ended
+    return sample
 
 
 def stream(
@@ -127,17 +161,22 @@ def stream_run(
     *,
     unknown: UnknownPolicy | None = None,
     sequence_ids: Sequence[int] | None = None,
-    on_ended: Callable[[int], object] = lambda _: None,
+    on_ended: Callable[[list[Ended]], object] = lambda _: None,
 ) -> Iterator[list[str]]:
     """Yield the continuations that `sample` returns, piece by piece as `stream_pieces` does.
 
     Errors of the arguments are those of `sample`, raised at once.
     """
-    text = run.tokenizer.eos_token + options.prompt
+    eos_token, prompt = run.tokenizer.eos_token, run.tokenizer.choose_form(options.prompt)
+    if eos_token and eos_token in prompt:
+        logger.info(
+            f"the prompt holds the end of a document ({display_char(eos_token)}): what follows it "
+            "begins a new one"
+        )
     return stream_pieces(
         run.model,
         run.tokenizer,
-        run.tokenizer.encode(text, unknown=unknown or run.config.text.unknown),
+        run.tokenizer.encode(eos_token + prompt, unknown=unknown or run.config.text.unknown),
         options,
         sequence_ids=sequence_ids,
         unigram=lambda: run.corpus().token_counts("train"),
@@ -153,7 +192,7 @@ def stream_pieces(
     *,
     sequence_ids: Sequence[int] | None = None,
     unigram: Callable[[], Ints] | None = None,
-    on_ended: Callable[[int], object] = lambda _: None,
+    on_ended: Callable[[list[Ended]], object] = lambda _: None,
 ) -> Iterator[list[str]]:
     """Yield the next piece of each sequence's text, a list of N pieces a step, without the prompt.
 
@@ -169,7 +208,7 @@ def stream_pieces(
         options: sampling settings; `prompt` is not used.
         sequence_ids: numbers of the N sequences; 0 to `num_samples` - 1 by default.
         unigram: returns the count of each token, (V,); without it or its text, uniform.
-        on_ended: called before each list with the number of sequences that have ended.
+        on_ended: called before each list with how each sequence has ended, N words.
 
     Raises:
         OperationError: the model's logits are not finite.
@@ -200,10 +239,10 @@ def stream_pieces(
             tokens = sample_tokens(filter_probs(logits, options, allowed), numbers)  # (N,)
             pairs = zip(sequences, tokens.tolist(), strict=True)
             step = [sequence.push(token) for sequence, token in pairs]
-            n_ended = sum(each.has_ended for each in sequences)
-            on_ended(n_ended)
+            ended = [sequence.ended for sequence in sequences]
+            on_ended(ended)
             yield step
-            if n_ended == len(sequences):
+            if all(ended):
                 return
             states = valid.next_state[states, tokens]
             logits = decoder.step(tokens).astype(np.float64)
@@ -214,24 +253,32 @@ class _SampledText:
 
     def __init__(self, tokenizer: CharTokenizer, options: SampleConfig) -> None:
         self.read = tokenizer.decode_stream()
-        self.stops = options.stop + ((tokenizer.eos_token,) if tokenizer.eos_token else ())
+        self.eos_token = tokenizer.eos_token
+        self.stops = options.stop + ((self.eos_token,) if self.eos_token else ())
         self.remaining = options.length  # characters
         self.buffer = ""
-        self.has_ended = False
+        self.ended: Ended = ""
 
     def push(self, token: int) -> str:
         """Append a token; return the characters that cannot belong to a stop string."""
-        character = "" if self.has_ended else self.read(token)
-        if not character:
+        if self.ended:
+            return ""
+        character = self.read(token)
+        if not self.remaining:  # of a document, whose end may be the next token
+            self.ended = "document" if character == self.eos_token else "length"
+        if self.ended or not character:
             return ""
         self.remaining -= 1
-        self.has_ended = not self.remaining
+        if not self.remaining and not self.eos_token:
+            self.ended = "length"
         if not self.stops:
             return character
         self.buffer += character
         starts = [start for start in map(self.buffer.find, self.stops) if start >= 0]
-        self.has_ended |= bool(starts)
-        if not self.has_ended:  # a suffix that begins a stop string waits for the rest
+        if starts:
+            is_eos = self.eos_token and self.buffer[min(starts)] == self.eos_token
+            self.ended = "document" if is_eos else "stop"
+        elif self.remaining:  # a suffix that begins a stop string waits for the rest
             starts = [
                 start
                 for start in range(len(self.buffer))

@@ -39,7 +39,7 @@ class Line:
 class Scored:
     """A text and the surprisal of its characters."""
 
-    text: str  # of a list of lines, with a newline at its end
+    text: str  # as it was scored: of a list of lines, with a newline at its end
     bits: Floats  # surprisal of each character that was not skipped, (N,)
     protocol: str  # `sliding`, `documents` or `adaptive`
     n_unknown: int = 0  # characters outside the vocabulary, skipped or replaced
@@ -96,6 +96,7 @@ def score(
     require_memory(BYTES_PER_CHARACTER * len(text), f"a text of {len(text):,} characters")
     tokenizer = run.tokenizer
     policy = unknown or run.config.text.unknown
+    text = tokenizer.choose_form(text)
     tokens = tokenizer.encode(text, unknown=policy)
     if not len(tokens):
         raise TextError("there is no character to score; give a longer text")

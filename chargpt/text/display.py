@@ -87,15 +87,15 @@ def display_text(text: str, *, keep_spaces: bool = False) -> str:
     )
 
 
-def end_sign(length: int, max_length: int, eos_token: str) -> str:
+def end_sign(ended: str, eos_token: str) -> str:
     """Return the sign to show after a sampled document: its EOS token's, or … if it was cut.
 
-    It was cut if its `length` is `max_length`, in characters. There is none for lines, whose end
-    shows, and for a text that is no list of documents, with the EOS token "".
+    `ended` is that of a `Sample`. There is no sign for lines, whose end shows, nor for a text that
+    is no list of documents, with the EOS token "".
     """
     if eos_token in ("", "\n"):
         return ""
-    return display_char(eos_token) if length < max_length else "…"
+    return display_char(eos_token) if ended == "document" else "…"
 
 
 def whole_graphemes(text: str, parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 A character is one Unicode code point. The vocabulary is the sorted characters of the text, and a
 token's id is its index there. Nothing is normalised: line ends, combining marks and joiners are
-characters like any other.
+characters like any other, and `choose_form` alone changes a text, if the vocabulary lacks them.
 
 Characters rarer than `min_count` share one unknown token, or are spelled by byte tokens, one for
 each byte of their UTF-8 form, as in SentencePiece: with those any text can be encoded. In order of
@@ -14,6 +14,7 @@ number of characters is that of these tokens.
 import codecs
 import json
 import os
+import re
 import reprlib
 import unicodedata
 from collections import Counter
@@ -28,14 +29,23 @@ import numpy.typing as npt
 
 from chargpt.errors import RunError, TextError, UnknownCharacterError
 from chargpt.files import parse_json, read_regular, write_atomically
-from chargpt.text.display import REPLACEMENT, display_char
+from chargpt.log import logger
+from chargpt.text.display import REPLACEMENT, display_char, display_text, sign_or_code
 
 DECODE_CHUNK = 1 << 20  # ids decoded at once, to bound the memory
 N_CODE_POINTS = 0x110000
 MAX_JSON_BYTES = 16_000_000  # all code points, escaped, take less
 MAX_KEPT = 256  # different characters of a text that keeps all of them
 MIN_FREQUENCY = 1e-5  # of a character in the vocabulary of a text with more than MAX_KEPT
+MAX_MARKS = 100  # in a row, of a text that is normalised
 MAX_NAMED = 5  # unknown characters that a message lists one by one
+ALIKE = (  # characters written for each other; the first of each is the one of most keyboards
+    ("'", *"’‘‚‛‹›"),
+    ('"', *"“”„‟«»"),
+    ("-", *"‐‑‒–—―−"),
+    ("...", "…"),
+    (" ", *"\u00a0\u2002\u2003\u2007\u2009\u200a\u202f\u3000"),
+)
 CHUNK = 1 << 15  # characters encoded at once: small enough for a processor's cache
 FORMAT, VERSION = "chargpt-tokenizer", 1
 
@@ -301,9 +311,47 @@ class CharTokenizer:
 
     def find_unknown(self, text: str) -> str:
         """Return the characters of a text that cannot be encoded, in order."""
-        codes = code_points(text)
-        missing = codes[self._ids.take(codes, mode="clip") == self._no_id]
+        missing = self._missing(text)
         return codes_to_text(missing[self._is_unknown(missing)])
+
+    def _missing(self, text: str) -> npt.NDArray[np.uint32]:
+        """Return the code points of a text that are no characters of the vocabulary, in order."""
+        codes = code_points(text)
+        missing: npt.NDArray[np.uint32] = codes[self._ids.take(codes, mode="clip") == self._no_id]
+        return missing
+
+    def choose_form(self, text: str) -> str:
+        """Return a text, or its form NFC or NFD if the vocabulary lacks fewer characters of that.
+
+        A warning says so, and an info names characters that byte tokens spell.
+        """
+        if not (n_missing := self._missing(text).size):
+            return text
+        forms = {"": text, **normal_forms(text)}
+        counts = {name: self._missing(form).size for name, form in forms.items()}
+        if best := min(counts, key=counts.__getitem__):
+            logger.warning(
+                f"the text was converted to {best}: {counts[best]:,} of its characters are outside "
+                f"the vocabulary, instead of {n_missing:,}"
+            )
+        missing = self._missing(forms[best])
+        if spelled := codes_to_text(missing[~self._is_unknown(missing)]):
+            logger.info(
+                "rare in the training text, or not in it, and spelled as bytes: "
+                f"{self.name_missing(spelled)}"
+            )
+        return forms[best]
+
+    def name_missing(self, missing: str) -> str:
+        """Return a few missing characters, and which of the vocabulary are written for them."""
+        hints = []
+        for character in dict.fromkeys(missing):
+            group = next((group for group in ALIKE if character in group), ())
+            if known := [each for each in group if not self._missing(each).size][:2]:
+                names = " or ".join(map(display_text, known))
+                hints.append(f"{names} for {sign_or_code(character)}")
+        hint = f" (the vocabulary has {', '.join(hints)})" if hints else ""
+        return name_characters(missing) + hint
 
     def _describe_unknown(self, text: str) -> str:
         """Return the error message for a text with characters outside the vocabulary."""
@@ -311,12 +359,12 @@ class CharTokenizer:
         forms = {
             "lower case": text.lower(),
             "upper case": text.upper(),
-            "composed characters (NFC)": unicodedata.normalize("NFC", text),
+            **normal_forms(text),
         }
         known = (name for name, changed in forms.items() if not self.find_unknown(changed))
         remedy = "".join(f"convert it to {name}, or " for name in known)
         return (
-            f"the text has characters outside the vocabulary: {name_characters(found)}; {remedy}"
+            f"the text has characters outside the vocabulary: {self.name_missing(found)}; {remedy}"
             "leave them out or replace them with --unknown skip or replace (setting text.unknown)"
         )
 
@@ -422,6 +470,18 @@ def codes_to_text(codes: npt.NDArray[Any]) -> str:
 
 def _is_surrogate(codes: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     return (codes >= 0xD800) & (codes < 0xE000)
+
+
+def normal_forms(text: str) -> dict[str, str]:
+    """Return a text in its normal forms, by their names; none if too many marks are in a row."""
+    marks = {c for c in set(text) if unicodedata.combining(unicodedata.normalize("NFD", c)[0])}
+    # sorting a row of marks takes time quadratic in its length
+    if marks and re.search(f"[{re.escape(''.join(marks))}]{{{MAX_MARKS}}}", text):
+        return {}
+    return {
+        "composed characters (NFC)": unicodedata.normalize("NFC", text),
+        "decomposed characters (NFD)": unicodedata.normalize("NFD", text),
+    }
 
 
 def choose_min_count(counts: Ints) -> int:
