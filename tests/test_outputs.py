@@ -229,8 +229,8 @@ def test_spaces_and_joiners_of_every_script_are_printed(capsys: pytest.CaptureFi
     odd = "\u202e\u2028\x85\r\n\x1b[1m"
     console.say(odd, is_sample=True)  # into a file
     assert capsys.readouterr().err == odd + "\n"
-    console.out("\u202e\u2028\x85")  # may reorder or break a line
-    assert capsys.readouterr().out == 3 * "\N{REPLACEMENT CHARACTER}" + "\n"
+    console.out("\u202e\x85a\r\nb\rc\u2028d")  # may reorder a line; line ends of every kind
+    assert capsys.readouterr().out == 2 * "\N{REPLACEMENT CHARACTER}" + "a\nb\nc\nd\n"
 
 
 def test_json_has_no_numbers_that_are_none() -> None:

@@ -26,8 +26,8 @@ DELAY_SECONDS = 0.5  # shorter work shows no bar
 PLAIN_LINE_SECONDS = 5.0  # between two lines of progress where there is no terminal
 BAR = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 SPARKS = "▁▂▃▄▅▆▇█"
-# control characters but \n and \t, and what ends lines, reorders the text around it, or is no text
-UNSAFE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# control characters but \n and \t, and what reorders the text around it or is no text
+UNSAFE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 started = time.perf_counter()  # when the command began; `run` sets it
 is_silent = False  # on the ranks of `torchrun` but the first; `run` sets it
@@ -259,10 +259,10 @@ def sparkline(values: Sequence[float], stream: TextIO, width: int = 24) -> str:
 def printable(text: str) -> str:
     """Return text with control characters as signs, so that it cannot control a terminal.
 
-    Other invisible characters are kept. Carriage returns, which end the lines of many texts, are
-    removed.
+    Other invisible characters are kept. Line ends of every kind become LF.
     """
-    return UNSAFE.sub(lambda found: display_char(found[0]), text.replace("\r", ""))
+    text = re.sub("\r\n?|[\u2028\u2029]", "\n", text)
+    return UNSAFE.sub(lambda found: display_char(found[0]), text)
 
 
 class ProgressBar:

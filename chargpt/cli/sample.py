@@ -1,6 +1,7 @@
 """`chargpt sample`: text generated from a trained model."""
 
 import dataclasses
+import io
 import json
 import re
 import secrets
@@ -353,16 +354,18 @@ def print_stream(
     prompt, text = settings.prompt, ""
     last: deque[list[Ended]] = deque([[""]], maxlen=1)
     pieces = stream_run(run, settings, unknown=unknown, on_ended=last.append)
-    console.out_text(prompt)
+    # CR and LF of one line end may be in two pieces
+    shown = io.IncrementalNewlineDecoder(None, translate=sys.stdout.isatty())
+    console.out_text(shown.decode(prompt))
     try:
         with suppress(*ended_by):
             for (piece,) in pieces:
-                console.out_text(piece)
+                console.out_text(shown.decode(piece))
                 text += piece
                 if len(text) > 2 * MAX_KEPT:
                     prompt, text = "", text[-MAX_KEPT:]
     finally:  # also where Ctrl-C ends the command
-        console.out("")
+        console.out(shown.decode("", final=True))
     return new_sample(prompt, text, last[0][0])
 
 
