@@ -31,7 +31,7 @@ from chargpt.errors import MissingTextError, TextError, most_similar
 from chargpt.log import logger
 from chargpt.text import TextProgress
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
-from chargpt.text.formats import BOMS, MARKUP, guess_encodings, problem_of
+from chargpt.text.encodings import count_garbage, guess_encodings
 
 CHUNK_BYTES = 1 << 19  # small enough for a processor's cache, with its text and tokens
 MAX_TEXT_BYTES = 100 * 10**9  # of all files together, decompressed
@@ -40,6 +40,36 @@ MAX_FILES = 1_000_000
 MAX_COMPARED_NAMES = 2000  # of files, with one that does not exist
 STDIN = "-"
 GZIP_MAGIC = b"\x1f\x8b"
+BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32's
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+CONTROL = bytes({*range(32)} - {*b"\b\t\n\v\f\r\x1b\x1c\x1d\x1e\x1f"})  # hardly ever in a text
+MAX_CONTROL = 0.02  # fraction of a text's first bytes; compressed data have about 0.08
+NOT_TEXT = (  # how files begin, what they are, and what makes text of them
+    (rb"%PDF-", "a PDF document", "pdftotext"),
+    (rb"PK\x03\x04.{26}mimetypeapplication/epub", "an EPUB book", "pandoc -t plain"),
+    (rb"PK\x03\x04.{26}mimetypeapplication/vnd.oasis", "an OpenDocument file", "pandoc -t plain"),
+    (rb"PK\x03\x04.*?word/document", "a Word document", "pandoc -t plain"),
+    (rb"PK\x03\x04", "a ZIP archive", "unzip"),
+    (rb"\{\\rtf", "an RTF document", "pandoc -t plain"),
+    (rb"\xd0\xcf\x11\xe0", "an old Office document", "soffice --convert-to txt"),
+    (rb".{60}BOOKMOBI", "a Kindle book", "ebook-convert"),
+    (rb".{257}ustar", "a tar archive", "tar -xf"),
+    (rb"BZh[1-9]1AY&SY", "a bzip2 file", "bunzip2"),
+    (rb"\xfd7zXZ\0", "an xz file", "unxz"),
+    (rb"\x28\xb5\x2f\xfd", "a Zstandard file", "unzstd"),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive", "7z x"),
+    (rb"Rar!\x1a\x07", "a RAR archive", "unrar x"),
+    (rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|RIFF.{4}WEBP|II\*\0|MM\0\*", "an image", "tesseract"),
+    (rb"SQLite format 3\0", "an SQLite database", "sqlite3"),
+    (rb"PAR1", "a Parquet table", "duckdb"),
+    (rb"\x80[\x02-\x05]", "a Python pickle", "the program that wrote it"),
+)
+MARKUP = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml)", re.IGNORECASE)
 BYTE_ORDER_MARK = "\ufeff"
 LINE_ENDS = "\u2028\u2029"  # beside CR and LF
 RECORD_SEPARATOR = "\x1e"
@@ -357,6 +387,30 @@ def opened(
 def _head(path: str) -> bytes:
     """Return the first chunk of a file, decompressed."""
     return next(_read(path, None))[0]
+
+
+def problem_of(head: bytes) -> str:
+    """Return why a file that begins with `head` is no UTF-8 text, and a remedy; "" if it may be.
+
+    It is binary if it holds a NUL byte, and over 2% control characters.
+    """
+    if head.startswith(tuple(mark for mark, _ in BOMS)):
+        return ""
+    for begin, kind, tool in NOT_TEXT:
+        if re.match(begin, head, re.DOTALL):
+            return f"is {kind}; make text of it with `{tool}`, and name that"
+    n_control, n_nul = len(head) - len(head.translate(None, CONTROL)), head.count(0)
+    if not n_nul or n_control <= MAX_CONTROL * len(head):
+        return ""
+    for encoding in ("utf-16-le", "utf-16-be") if len(head) % 2 == 0 else ():
+        counts = Counter(head.decode(encoding, "replace"))
+        n_ascii = sum(n for char, n in counts.items() if char.isascii())
+        if 2 * n_ascii >= n_nul and count_garbage(counts) <= MAX_CONTROL * counts.total():
+            return f"is UTF-16 without a byte order mark; read it with --encoding {encoding}"
+    return (
+        f"is binary (control characters, such as NUL bytes: {n_control:,} of the first "
+        f"{len(head):,} bytes); name a text"
+    )
 
 
 def copy_stdin(write: Callable[[bytes], object], max_bytes: int) -> None:
