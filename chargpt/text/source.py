@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import chain, groupby, pairwise, repeat, takewhile
+from itertools import chain, groupby, repeat, takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -507,27 +508,10 @@ def text_pieces(
         TextError: bytes that do not decode, named with their offset, if errors are `strict`.
     """
     codec = codec_name(settings.encoding)
-    joins = not eos_token_of(settings.documents)
-
-    def decode(name: str, pairs: Iterator[Any]) -> Iterator[str]:
-        text = following = ""
-        newline = "\n"
-
-        def contents() -> Iterator[bytes]:
-            nonlocal following
-            for (_, content), after in pairs:
-                following = after[0]
-                yield content
-
-        for text in _decode_file(name, codec, settings.encoding_errors, contents()):
-            if "\r\n" in text:
-                newline = "\r\n"
-            yield text
-        if following and joins and text and text[-1] not in "\r\n" + LINE_ENDS:
-            yield newline  # so that the file's last word is not joined to the next file's first
-
-    pairs = pairwise(chain(chunks, [("", b"")]))  # chunks, each with the next
-    files = (decode(name, group) for name, group in groupby(pairs, key=lambda pair: pair[0][0]))
+    files = (
+        _decode_file(name, codec, settings.encoding_errors, map(itemgetter(1), group))
+        for name, group in groupby(chunks, key=itemgetter(0))
+    )
     if settings.newlines == "lf":
         files = (lf_newlines(pieces, LINE_ENDS) for pieces in files)
     return mark_documents(files, settings.documents, places)
@@ -618,6 +602,8 @@ def mark_documents(
 ) -> Iterator[str]:
     """Yield the text of files with the EOS token after each document, and no empty document.
 
+    Without documents, a line end follows a file that lacks one, if it is not the last.
+
     Args:
         files: pieces of the text of each file; a document ends where its file ends. TextError if
             one holds U+001E, unless that separates them or they are lines.
@@ -627,11 +613,18 @@ def mark_documents(
     """
     places = places or Places()
     eos_token = eos_token_of(documents)
+    before = newline = "\n"  # the end of a file, and how its lines end
     for pieces in files:
+        if not before.endswith(("\n", "\r", *LINE_ENDS)):
+            places.end += len(newline)
+            yield newline
         places.files.append(places.end)
+        before = newline = "\n"
         if not eos_token or documents is None:
             for piece in pieces:
                 places.end += len(piece)
+                before = piece or before
+                newline = "\r\n" if "\r\n" in piece else newline
                 yield piece
             continue
         separator = {"lines": "\n", "files": RECORD_SEPARATOR}.get(documents, documents)
