@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
-from unicodedata import category, combining, east_asian_width
+from unicodedata import category, east_asian_width
 
 import numpy as np
 import numpy.typing as npt
@@ -194,7 +194,7 @@ def guess_list(text: str) -> ListGuess | None:
     if fmean(lengths) > MAX_MEAN_ITEM and not is_sorted:
         return None
     joined = "".join(items)
-    n_letters = sum(each.isalpha() or each in " '-" or combining(each) > 0 for each in joined)
+    n_letters = sum(category(each)[0] in "LM" or each in " '’-" for each in joined)
     # two wide characters are a word
     n_words = [
         max(len(item.split()), sum(east_asian_width(each) in "WF" for each in item) / 2)
