@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -150,12 +151,6 @@ class TextConfig(Settings):
         if not separator or (is_word and separator not in ("lines", "files")):
             raise ValueError(r"expected `auto`, `lines`, `files`, null or a separator such as \n\n")
         return "lines" if separator == "\n" else separator
-
-    @property
-    def newlines_of_items(self) -> Literal["keep", "lf"]:
-        """`lf` if the line ends become LF in training, also by the separator of documents."""
-        is_separator = self.documents == "lines" or "\n" in (self.documents or "")
-        return "lf" if is_separator else self.newlines
 
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """Fraction of the text in the validation split, after the training split."""
@@ -440,6 +435,14 @@ class Config(Settings):
         return dump_yaml(self.model_dump(mode="json"))
 
 
+TEXTS = {  # the settings that are a text
+    f"{section}.{name}"
+    for section, kind in (("text", TextConfig), ("sample", SampleConfig))
+    for name, field in kind.model_fields.items()
+    if field.annotation in (str, str | None)
+}
+
+
 def set_dotted(tree: dict[str, Any], key: str, value: object) -> None:
     """Set tree["a"]["b"] for key "a.b"."""
     *sections, last = key.split(".")
@@ -584,14 +587,21 @@ def merge_settings(
 
 
 def parse_override(written: str) -> tuple[str, object]:
-    """Return the dotted key and the value, read as YAML, of `section.key=value`, or ConfigError."""
+    """Return the dotted key and the value of `section.key=value`, or ConfigError.
+
+    The value is read as YAML, but that of a setting which is a text as it is, unless it is quoted
+    or null.
+    """
     key, equals, value = written.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"-s {written!r} is not of the form section.key=value")
-    if value.strip()[:1] in RESERVED:
+    begin = value.strip()[:1]
+    if key in TEXTS and begin not in ("", "'", '"', "~") and value.strip() != "null":
+        return key, value
+    if begin in RESERVED:
         return key.strip(), value.strip()
-    quoted = value.strip().replace("'", "''")
-    remedy = f"correct it, or quote it if it is text: -s \"{key.strip()}='{quoted}'\""
+    quoted = "'{}'".format(value.replace("'", "''"))
+    remedy = f"correct it, or quote it if it is text: -s {shlex.quote(f'{key.strip()}={quoted}')}"
     parsed, _ = parse_yaml(f"value: {value}", f"-s {written}", remedy)
     if set(parsed) != {"value"}:
         raise ConfigError(f"-s {written!r} sets more than one key; use one -s per key")

@@ -1,6 +1,7 @@
 """`chargpt compress` and `chargpt decompress`."""
 
 import gzip
+import json
 import shutil
 from pathlib import Path
 
@@ -64,11 +65,38 @@ def test_what_training_reads_is_compressed_and_the_same_bytes_restored(
     packed = Path("packed").read_bytes()
     for number, damage, message in (
         (35, b"\1" if newline == "\n" else b"\0", "checksum differs"),
-        (36, b"idna\0\0\0\0\0\0", "is damaged"),
-        (36, b"\xff", "is damaged"),
+        (35, b"\3", "is damaged"),
+        (37, b"idna\0\0\0\0\0\0", "is damaged"),
+        (37, b"\xff", "is damaged"),
     ):
         Path("damaged").write_bytes(packed[:number] + damage + packed[number + len(damage) :])
         assert message in cli("decompress", trained, "damaged", "x.txt").stderr
+
+
+def test_line_ends_and_separators_are_those_of_training_in_every_command(cli: Cli) -> None:
+    lines = [f"the sea {i % 37} and a boat {i % 11}" for i in range(900)]
+    texts = {"lf": "\n".join(lines), "crlf": "\r\n".join(lines), "cr": "\r".join(lines)}
+    texts["fortune"] = "\n%\n".join(f"{line}\nby me" for line in lines)
+    for name, text in texts.items():
+        Path(f"{name}.txt").write_bytes(text.encode())
+        cli("train", f"{name}.txt", "-c", "bigram", "-s", "train.max_steps=30", "-o", name)
+    scored = []
+    for run, text in (("crlf", "lf"), ("crlf", "crlf"), ("cr", "lf"), ("fortune", "fortune")):
+        found = json.loads(cli("score", run, f"{text}.txt", "--json").stdout)
+        n_lines = 1800 if run == "fortune" else 900
+        assert [len(found["lines"]), found["lines"][1]["number"]] == [n_lines, 2]
+        assert "\r" not in found["lines"][0]["text"]
+        scored.append(found["bits_per_char"])
+        if run == text or run == "cr":
+            cli("compress", run, f"{run}.txt", "packed", "--force")
+            assert cli("decompress", run, "packed", "again.txt", "--force").returncode == 0
+            assert Path("again.txt").read_bytes() == texts[run].encode()
+    assert scored[0] == scored[1]
+    for run, end in (("crlf", "\r\n"), ("cr", "\r"), ("lf", "\n")):
+        sample = ("sample", run, "-p", "sea\nand\r\n", "--stop", "\\n", "-n", "2000", "--json")
+        found = json.loads(cli(*sample, "--seed", "1").stdout)
+        assert found["prompt"] == f"sea{end}and{end}"
+        assert (found["ended"], end in found["continuations"][0]) == (["stop"], False)
 
 
 def test_a_file_whose_bytes_would_not_be_restored_is_not_compressed(

@@ -62,9 +62,7 @@ def test_separators_match_line_ends_of_every_kind_and_whole_runs_of_them(
     marked = "".join(mark_documents([iter(pieces)], separator))
     text = re.sub("\r\n?", "\n", "".join(pieces))
     pattern = re.escape(separator) if "%" in separator else separator + "\n*"
-    items = re.split(pattern, text)
-    if "%" not in separator:
-        items[0] = items[0].lstrip("\n")
+    items = [item.lstrip("\n") for item in re.split(pattern, text)]
     assert marked == "".join(item + RECORD_SEPARATOR for item in items if item)
 
 

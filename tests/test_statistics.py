@@ -1,5 +1,6 @@
 """Counts, entropies, and the description of a text with its warnings."""
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -93,8 +94,17 @@ def test_items_of_several_lines_are_not_taken_for_a_list_of_lines() -> None:
     (setting,) = re.findall(r"text.documents='(.*)'", advice)
     assert load_corpus(TextConfig(documents=setting), text=jokes).n_documents == 300
     assert not warn_of_list(load_corpus(TextConfig(documents="lines"), text=jokes))
-    advice = warn_of_list(load_corpus(TextConfig(), text=jokes.replace("%%\n", "")))
-    assert "text.documents=lines" in advice
+    assert not warn_of_list(load_corpus(TextConfig(), text=jokes.replace("%%\n", "")))  # indented
+    for text, setting in (
+        (jokes.replace("%%", "\n---\n"), r"'\n\n---\n\n'"),
+        ("".join(f"X:{i}\nK:G\nGAB\n\n" for i in range(300)), r"'\n\n'"),
+        ("".join(f"{i}\n00:01 --> 00:02\nA line.\n\n" for i in range(300)), r"'\n\n'"),
+    ):
+        advice = warn_of_list(load_corpus(TextConfig(), text=text))
+        assert f"if so, -s text.documents={setting} shuffles" in advice
+        settings = TextConfig(documents=setting.strip("'"))
+        assert load_corpus(settings, text=text).n_documents == 300
+    assert not warn_of_list(load_corpus(TextConfig(), text=json.dumps([{"a": 1}] * 999, indent=1)))
 
 
 def test_long_lines_are_taken_for_a_list_only_if_they_are_sorted() -> None:

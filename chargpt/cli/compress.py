@@ -34,7 +34,7 @@ def compress(
     ],
     out: Out,
     unknown: options.UnknownOption = None,
-    encoding: options.Encoding = None,
+    encoding: options.RunEncoding = None,
     mixture: options.Mixture = False,
     adaptive: options.Adaptive = False,
     checkpoint: options.Checkpoint = "best",
@@ -55,7 +55,7 @@ def compress(
     encoding = encoding or loaded.config.text.encoding
     decoded, _ = decode(loaded, content, encoding, str(text))
     decoder = partial(AdaptiveDecoder, loaded) if adaptive else None
-    with console.show_progress("character", "compressed") as on_progress:
+    with console.show_progress(runs.unit_of(loaded), "compressed") as on_progress:
         packed = pack(loaded, content, on_progress, unknown or "error", decoder, encoding)
     runs.warn_of_own_text(loaded, str(text), decoded)
     lost = loaded.tokenizer.find_unknown(decoded)
@@ -102,7 +102,7 @@ def decompress(
             "compressed it, or a copy of that run from before it was resumed"
         ) from None
     decoder = partial(AdaptiveDecoder, loaded) if kind == "adaptive" else None
-    with console.show_progress("character", "restored") as on_progress:
+    with console.show_progress(runs.unit_of(loaded), "restored") as on_progress:
         text = unpack(loaded, content, on_progress, decoder)
     write(text, out, f"{len(content):,} bytes -> {len(text):,} bytes", force=force)
 

@@ -58,7 +58,7 @@ def evaluate(
     ] = None,
     json_: options.Json = False,
     device: options.Device = None,
-    encoding: options.Encoding = None,
+    encoding: options.RunEncoding = None,
     encoding_errors: options.EncodingErrors = None,
 ) -> None:
     """Evaluate a run's loss on its own text or another.
@@ -132,7 +132,7 @@ def measure(run: Run, name: str, chosen: dict[str, Any], caught: list[int]) -> E
     with (
         catch_signals(),
         deferred_signals(hang_up) as signals,
-        console.show_progress("character", f"scored, {name}") as on_progress,
+        console.show_progress(runs.unit_of(run), f"scored, {name}") as on_progress,
     ):
         result = evaluation.evaluate(
             run, on_progress=on_progress, is_stopped=lambda: bool(signals), **chosen
@@ -207,7 +207,7 @@ def score(
     mixture: options.Mixture = False,
     adaptive: options.Adaptive = False,
     checkpoint: options.Checkpoint = "best",
-    encoding: options.Encoding = None,
+    encoding: options.RunEncoding = None,
     encoding_errors: options.EncodingErrors = None,
     json_: options.Json = False,
     device: options.Device = None,
@@ -221,17 +221,11 @@ def score(
     if text == "-" and sys.stdin is not None and sys.stdin.isatty():
         console.say("type the text; Ctrl-D ends it")
     changes = options.given_settings(encoding=encoding, encoding_errors=encoding_errors)
-    as_it_stands = {"text.documents": None, "text.newlines": loaded.config.text.newlines_of_items}
-    settings = loaded.config.with_values({**changes, **as_it_stands}).text
-    content = read_text(text, settings)
+    if loaded.config.text.documents in ("lines", "files"):  # the text may be a part of one
+        changes |= {"text.documents": None}
+    content = read_text(text, loaded.config.with_values(changes).text)
     runs.warn_of_own_text(loaded, text, content)
-    separator = loaded.config.text.documents
-    if separator not in (None, "lines", "files") and separator in content:
-        console.say(
-            f"scored as it stands, with the separators of documents (text.documents={separator!r}) "
-            "as text; chargpt evaluate --text ends documents there, as training did"
-        )
-    with console.show_progress("character", "scored") as on_progress:
+    with console.show_progress(runs.unit_of(loaded), "scored") as on_progress:
         scored = scoring.score(
             loaded,
             content,

@@ -61,6 +61,10 @@ Encoding = Annotated[
         help="Encoding of the text; by default UTF-8, or what its byte order mark says.",
     ),
 ]
+RunEncoding = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Encoding of the text; by default that of the run's text."),
+]
 Val = Annotated[
     str | None,
     typer.Option(

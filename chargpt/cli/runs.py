@@ -13,7 +13,7 @@ from chargpt.store import verify as checks
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run, open_run
-from chargpt.text.describe import describe_repeats
+from chargpt.text.describe import MIN_REPEATED, find_repeats
 from chargpt.text.source import STDIN
 
 
@@ -142,8 +142,11 @@ def warn_of_own_text(run: Run, path: str, content: str) -> None:
     own = run.config.text.path
     try:
         tokens = run.tokenizer.encode(content, "replace")
-        found = describe_repeats(run.corpus(), tokens)
-        trained_on = found and f"{found} of {path} occur in the training split of the run"
+        corpus = run.corpus()
+        found, usual = find_repeats(corpus, tokens), find_repeats(corpus, corpus.split("val"))
+        trained_on = ""
+        if found.fraction > usual.fraction + MIN_REPEATED:  # as of logs, which repeat by nature
+            trained_on = f"{found} of {path} occur in the training split of the run"
     except ChargptError:
         is_own = own not in (None, STDIN) and Path(path).resolve() == Path(str(own)).resolve()
         trained_on = f"{path} is the file that the run was trained on" if is_own else ""
@@ -152,6 +155,11 @@ def warn_of_own_text(run: Run, path: str, content: str) -> None:
             f"{trained_on}: its loss is lower than that of a new text; chargpt evaluate measures "
             "the validation split"
         )
+
+
+def unit_of(run: Run) -> str:
+    """Return what a model reads of a text one by one."""
+    return "token" if run.tokenizer.has_bytes else "character"
 
 
 def say_unknown(run: Run, unknown: str, policy: str | None) -> None:

@@ -30,7 +30,7 @@ from chargpt.inference.generation import sample as sample_texts
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Place
 from chargpt.text.display import display_text, whole_graphemes
-from chargpt.text.source import read_text
+from chargpt.text.source import REPLACE_REMEDY, read_text
 from chargpt.text.tokenizer import UnknownPolicy, code_points
 
 with suppress(ImportError):
@@ -107,7 +107,7 @@ def sample(
     checkpoint: options.Checkpoint = "best",
     json_: options.Json = False,
     device: options.Device = None,
-    encoding: options.Encoding = None,
+    encoding: options.RunEncoding = None,
 ) -> None:
     """Generate text from a trained model, streamed as it is sampled.
 
@@ -120,7 +120,7 @@ def sample(
     torch.set_num_threads(1)
     prompt = given_prompt(loaded, prompt, prompt_file, encoding)
     if stop is not None:
-        ctx.params["stop"] = [unescape(text) for text in stop]
+        ctx.params["stop"] = [loaded.tokenizer.choose_form(unescape(text)) for text in stop]
     policy = unknown or loaded.config.text.unknown
     if prompt is not None:
         prompt = readable_prompt(loaded, prompt, policy)
@@ -220,11 +220,12 @@ def given_prompt(
     if file is not None:
         if prompt is not None:
             raise ConfigError("--prompt and --prompt-file exclude each other; give one")
-        prompt = read_text(
-            file,
-            TextConfig(encoding=encoding or "auto", newlines=run.config.text.newlines_of_items),
-        )
-        if prompt.endswith("\n"):
+        settings = run.config.text
+        try:
+            prompt = read_text(file, TextConfig(encoding=encoding or settings.encoding))
+        except TextError as error:  # the option is that of other commands
+            raise TextError(str(error).removesuffix(REPLACE_REMEDY)) from None
+        if prompt.endswith(("\n", "\r")):
             console.say("the prompt ends with a line end, so the samples continue on a new line")
         return prompt
     options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
@@ -365,7 +366,7 @@ def print_stream(
                 if len(text) > 2 * MAX_KEPT:
                     prompt, text = "", text[-MAX_KEPT:]
     finally:  # also where Ctrl-C ends the command
-        console.out(shown.decode("", final=True))
+        console.out_text(shown.decode("", final=True), "\n")
     return new_sample(prompt, text, last[0][0])
 
 

@@ -35,7 +35,7 @@ from chargpt.inference.generation import max_logits
 from chargpt.models import LanguageModel, eval_mode
 from chargpt.models.mixture import Mixture
 from chargpt.store.run import Run
-from chargpt.text.source import BYTE_ORDER_MARK, codec_name, decode_bytes
+from chargpt.text.source import BYTE_ORDER_MARK, RECORD_SEPARATOR, codec_name, decode_bytes
 from chargpt.text.tokenizer import Tokens, UnknownPolicy
 
 BuildDecoder = Callable[[int], Decoder]  # of a number of lanes
@@ -49,7 +49,7 @@ Mode = Literal["plain", "mixture", "adaptive"]  # of the model
 MAGIC: dict[Mode, bytes] = {"plain": b"cgpt", "mixture": b"cgpm", "adaptive": b"cgpa"}
 VERSION = 5  # raised when the format changes or predictions are rounded differently
 ENCODED_VERSION = 6  # like 5, with how the text is encoded after the header
-ENCODING = struct.Struct("<??20s")  # a `Form`
+ENCODING = struct.Struct("<?B?19s")  # a `Form`
 MAX_TOKENS = 2**32 - 1
 MAX_TOKENS_PER_BYTE = 10_000  # so that a small file cannot expand without bound
 FREQUENCY_SCALE = 2**30  # sum of a distribution's frequencies, before 1 is added to each
@@ -62,16 +62,19 @@ class Form(NamedTuple):
 
     Attributes:
         has_mark: whether a byte order mark precedes them.
-        has_crlf: whether every line end is CR LF, and LF for the model, which has no CR.
+        newline: number in NEWLINES of what every line end is, and LF for the model, which lacks CR.
+        has_separators: whether the separators of documents are EOS tokens for the model.
         codec: ASCII, padded with zeros or not.
     """
 
     has_mark: bool
-    has_crlf: bool
+    newline: int
+    has_separators: bool
     codec: bytes
 
 
-PLAIN = Form(has_mark=False, has_crlf=False, codec=b"utf-8")
+NEWLINES = ("\n", "\r\n", "\r")
+PLAIN = Form(has_mark=False, newline=0, has_separators=False, codec=b"utf-8")
 
 
 def decode(run: Run, content: bytes, encoding: str, name: str = "the text") -> tuple[str, Form]:
@@ -81,24 +84,34 @@ def decode(run: Run, content: bytes, encoding: str, name: str = "the text") -> t
         TextError: the bytes do not decode, or the text does not encode to the same bytes.
     """
     text, codec, mark = decode_bytes(content, encoding, name)
-    lines = text.replace("\r\n", "\n")
-    lacks_cr = bool(run.tokenizer.find_unknown("\r"))
-    has_crlf = lacks_cr and lines != text and lines.replace("\n", "\r\n") == text
-    return lines if has_crlf else text, Form(bool(mark), has_crlf, codec.encode())
+    number = 0
+    if "\r" in text and run.tokenizer.find_unknown("\r"):
+        for each in (1, 2):
+            lines = text.replace(NEWLINES[each], "\n")
+            if lines != text == lines.replace("\n", NEWLINES[each]):
+                text, number = lines, each
+                break
+    separator, eos_token = run.config.text.documents, run.tokenizer.eos_token
+    has_separators = False
+    if separator not in (None, "auto", "files") and eos_token == RECORD_SEPARATOR not in text:
+        has_separators = separator in text
+        text = text.replace(separator, eos_token)
+    return text, Form(bool(mark), number, has_separators, codec.encode())
 
 
-def _encode(text: str, form: Form) -> bytes:
+def _encode(run: Run, text: str, form: Form) -> bytes:
     """Return the bytes of a text in a form; characters that the codec lacks become `?`.
 
     Raises:
         TextError: there is no such codec.
     """
-    if form.has_crlf:
-        text = text.replace("\n", "\r\n")
     try:
+        if form.has_separators:
+            text = text.replace(run.tokenizer.eos_token, run.config.text.documents or "")
+        text = text.replace("\n", NEWLINES[form.newline])
         codec = codec_name(form.codec.rstrip(b"\0").decode())
         return (BYTE_ORDER_MARK * form.has_mark + text).encode(codec, "replace")
-    except (TextError, UnicodeError):  # the latter from codecs of host names
+    except (IndexError, TextError, UnicodeError):  # the last from codecs of host names
         raise TextError("the file is damaged: its text has no such encoding; restore it") from None
 
 
@@ -127,8 +140,13 @@ def compress(
         OperationError: the model's logits are not finite.
     """
     text, form = decode(run, content, encoding)
+    if unknown == "error" and "\r" in run.tokenizer.find_unknown(text):
+        raise TextError(
+            "the text has line ends of several kinds, and the vocabulary lacks CR, so that they "
+            "would not be restored; make them one kind"
+        )
     tokens = run.tokenizer.encode(text, unknown=unknown)
-    content = _encode(run.tokenizer.decode(tokens), form)  # what `decompress` will return
+    content = _encode(run, run.tokenizer.decode(tokens), form)  # what `decompress` will return
     if len(tokens) > MAX_TOKENS:
         raise TextError(f"the text is over {MAX_TOKENS:,} tokens; compress it in parts")
     encoder = ArithmeticEncoder()
@@ -219,7 +237,7 @@ def decompress(
                 token = int(cdf[lane].searchsorted(value, side="right")) - 1
                 coder.consume(int(cdf[lane, token]), int(cdf[lane, token + 1]))
                 column[lane] = token
-    content = _encode(run.tokenizer.decode(lanes.reshape(-1)[:count]), form)
+    content = _encode(run, run.tokenizer.decode(lanes.reshape(-1)[:count]), form)
     if zlib.crc32(content) != checksum:
         raise OperationError(
             "the text's checksum differs: the file is damaged, or this machine rounds differently "

@@ -427,11 +427,9 @@ def _require_scorable(tokens: Tokens, split: str) -> None:
     if len(tokens) < 2:
         if split == "all":
             raise TextError("the text is shorter than 2 characters; give a longer one")
-        raise TextError(
-            f"the {split} split is shorter than 2 characters; evaluate another (test needs "
-            "training with -s text.test_fraction=0.1, mixture with "
-            "-s text.mixture_characters=20000)"
-        )
+        setting = {"test": "test_fraction=0.1", "mixture": "mixture_characters=20000"}.get(split)
+        needs = f" ({split} needs training with -s text.{setting})" if setting else ""
+        raise TextError(f"the {split} split is shorter than 2 characters; evaluate another{needs}")
 
 
 def iter_losses(

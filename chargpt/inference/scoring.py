@@ -4,6 +4,7 @@ Shapes in this file: N = characters.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from chargpt.text.source import require_text
 from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
 
 BYTES_PER_CHARACTER = 40  # of memory, measured
+LINE = re.compile("([^\n\r\x1e\u2028\u2029]*)(\r\n|[\n\r\x1e\u2028\u2029]|$)")
 
 LossesOf = Callable[[Run, Tokens, OnProgress], Floats]  # the losses of all tokens but the first
 
@@ -53,10 +55,11 @@ class Scored:
     def lines(self) -> list[Line]:
         """Return the lines that are not blank, in order."""
         lines, start = [], 0
-        n_newline = int("\n" not in self.skipped)
-        for number, line in enumerate(self.text.split("\n"), 1):
+        for number, found in enumerate(LINE.finditer(self.text), 1):
+            line, newline = found.groups()
             n_skipped = sum(each in self.skipped for each in line) if self.skipped else 0
-            end = min(start + len(line) - n_skipped + n_newline, len(self.bits))
+            end = start + len(line) - n_skipped + sum(each not in self.skipped for each in newline)
+            end = min(end, len(self.bits))
             if line.strip() and end > start:
                 bits = self.bits[start:end]
                 lines.append(Line(number, line, float(bits.mean()), float(bits.sum()), n_skipped))

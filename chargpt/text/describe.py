@@ -30,8 +30,11 @@ MAX_MEAN_WORDS, MIN_DISTINCT, MIN_LETTERS, MAX_PUNCTUATED = 2, 0.8, 0.9, 0.02
 GPT2_EOS = "<|endoftext|>"  # of GPT-2, which published texts of stories have between them
 SEPARATOR = re.compile(rf"([%*=~+_.-])\1*|{re.escape(GPT2_EOS)}")  # a line between items
 MIN_SEPARATORS = 0.05  # fraction of the lines
+MIN_ALIKE = 0.9  # fraction of the paragraphs that begin with the same mark, such as `X:`
+MAX_INDENTED = 0.1  # fraction of the lines of a list
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
 CHUNK = 1 << 20  # tokens
+JOINERS = "\u200c\u200d"  # part of the spelling in many scripts
 NEWLINES = {"LF": "\n", "CR": "\r", "U+2028": "\u2028", "U+2029": "\u2029"}
 # nats between the character frequencies of the splits that change the loss noticeably
 MIN_DIVERGENCE = 0.05
@@ -133,6 +136,14 @@ def _warnings(corpus: Corpus, known: Ints, pairs: PairCounts) -> list[str]:
             f"{once:,} of the {len(known):,} characters occur only once and cannot be learned; "
             "set text.min_count to 2 or more"
         )
+    counts = zip(corpus.tokenizer.characters, known.tolist(), strict=True)
+    if invisible := [
+        f"{count:,} U+{ord(character):04X}"
+        for character, count in counts
+        if category(character) == "Cf" and character not in JOINERS
+    ]:
+        listed = ", ".join(invisible[:MAX_SHOWN])
+        found.append(f"invisible characters, which the model will reproduce: {listed}")
     difference = compare_splits(corpus)
     return found if difference is None else [*found, difference.warning]
 
@@ -183,11 +194,22 @@ def guess_list(text: str) -> ListGuess | None:
     lines = text.splitlines()
     for line, count in Counter(filter(SEPARATOR.fullmatch, lines)).most_common(1):
         if count >= MIN_SEPARATORS * max(MIN_LIST, len(lines)):
+            n_apart = "\n".join(lines).count(f"\n\n{line}\n\n")
+            newlines = r"\n\n" if 2 * n_apart > count else r"\n"
             reason = f"{count:,} lines are {line}, which may separate items"
-            return ListGuess(rf"\n{line}\n", line in ("%", GPT2_EOS), reason)
+            return ListGuess(f"{newlines}{line}{newlines}", line in ("%", GPT2_EOS), reason)
+    blocks = [block for block in re.split("\n{2,}", "\n".join(lines)) if block]
+    begins = ("a number" if re.match(r"\d+\n", block) else block[:2] for block in blocks)
+    for begin, count in Counter(begins).most_common(1):
+        is_mark = begin == "a number" or (not begin[0].isspace() and category(begin[-1])[0] in "PS")
+        if is_mark and count >= max(MIN_LIST, MIN_ALIKE * len(blocks)):
+            reason = f"{count:,} paragraphs begin with {begin} and may be items"
+            return ListGuess(r"\n\n", False, reason)
     items = [line.casefold() for line in lines]
     lengths = [len(item) for item in items]
     if len(items) < MIN_LIST or 0 in lengths or max(lengths) > MAX_ITEM:
+        return None
+    if sum(item[0].isspace() for item in items) > MAX_INDENTED * len(items):  # as of JSON
         return None
     n_sorted = sum(first <= second for first, second in pairwise(items))
     is_sorted = n_sorted >= MIN_SORTED * len(items)
@@ -230,6 +252,9 @@ def warn_of_list(corpus: Corpus) -> str:
     guess = None
     if not corpus.n_documents:
         guess = guess_list(corpus.tokenizer.decode(corpus.tokens[:CHUNK]))
+    separates = corpus.settings.documents not in (None, "lines", "files")
+    if separates and len(corpus.files) > 1 and corpus.n_documents <= len(corpus.files):
+        return f"text.documents={corpus.settings.documents!r} occurs in no file"
     if guess is None or guess.is_sure:  # null was then chosen
         return ""
     return (
@@ -250,41 +275,60 @@ def warn_of_newlines(corpus: Corpus) -> str:
     )
 
 
+class Repeats(NamedTuple):
+    """How many documents or passages of a text occur in the training split.
+
+    `unit` is what they are, and `number` that of all.
+    """
+
+    repeated: int
+    number: int
+    unit: str
+
+    @property
+    def fraction(self) -> float:
+        """Fraction that occurs there."""
+        return self.repeated / max(1, self.number)
+
+    def __str__(self) -> str:
+        if self.unit == "documents":
+            return f"{self.repeated:,} of {self.number:,} documents ({self.fraction:.0%})"
+        return f"about {self.fraction:.0%} of the {self.unit}"
+
+
 def warn_of_repeats(corpus: Corpus, min_fraction: float = MANY_REPEATED) -> str:
     """Return a warning if much of the validation split occurs in the training split, else ""."""
-    repeated = describe_repeats(corpus, corpus.split("val"), min_fraction)
-    of_lines = " (of lines: sort -u)" if corpus.n_documents else ""
-    return repeated and (
-        f"{repeated} of the validation split occur in the training split too, so its loss is lower "
-        f"than that of a new text; drop what is repeated{of_lines}"
+    found = find_repeats(corpus, corpus.split("val"))
+    if found.fraction < (MIN_REPEATED if found.unit == "documents" else min_fraction):
+        return ""
+    warning = (
+        f"{found} of the validation split occur in the training split too, so its loss is lower "
+        "than that of a text without these"
     )
+    if found.unit == "documents":
+        by = " (sort -u)" if corpus.settings.documents == "lines" else ""
+        warning += f"; drop the repeated ones{by}"
+    return warning
 
 
-def describe_repeats(corpus: Corpus, tokens: Tokens, min_fraction: float = MIN_REPEATED) -> str:
-    """Return how much of a text occurs in the training split, "" if it is little.
+def find_repeats(corpus: Corpus, tokens: Tokens) -> Repeats:
+    """Return how much of a text occurs in the training split.
 
     That is the fraction of evenly spread passages or, where it is higher, that of whole documents:
     most of a list are shorter than a passage, and they are shuffled.
 
     Args:
         tokens: of the text, by the corpus's tokenizer, (tokens,).
-        min_fraction: of passages, from which it is said; that of documents is MIN_REPEATED.
     """
     train, eos_token_id = corpus.split("train"), -1
     found = []
     if corpus.tokenizer.eos_token:
         eos_token_id = corpus.tokenizer.eos_token_id
         if (tokens == eos_token_id).any() and len(train) + len(tokens) <= MAX_COMPARED:
-            found.append((*_repeated_documents(train, tokens, eos_token_id), "documents"))
-    unit = "tokens" if corpus.tokenizer.has_bytes else "characters"
-    n_repeated, total = _repeated_passages(train, tokens, eos_token_id)
-    found.append((n_repeated, total, f"passages of {PASSAGE} {unit}"))
-    n_repeated, total, name = max(found, key=lambda each: each[0] / max(1, each[1]))
-    if n_repeated < max(1, (MIN_REPEATED if name == "documents" else min_fraction) * total):
-        return ""
-    if name == "documents":
-        return f"{n_repeated:,} of {total:,} documents ({n_repeated / total:.0%})"
-    return f"about {n_repeated / total:.0%} of the {name}"
+            found.append(Repeats(*_repeated_documents(train, tokens, eos_token_id), "documents"))
+    unit = f"passages of {PASSAGE} {'tokens' if corpus.tokenizer.has_bytes else 'characters'}"
+    found.append(Repeats(*_repeated_passages(train, tokens, eos_token_id), unit))
+    return max(found, key=lambda each: each.fraction)
 
 
 def _repeated_documents(train: Tokens, tokens: Tokens, eos_token_id: int) -> tuple[int, int]:

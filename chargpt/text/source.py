@@ -40,6 +40,7 @@ MAX_READ_CHARACTERS = 1 << 30  # of a text that is read as a whole
 MAX_FILES = 1_000_000
 MAX_COMPARED_NAMES = 2000  # of files, with one that does not exist
 STDIN = "-"
+REPLACE_REMEDY = ", or replace what does not decode with --encoding-errors replace"
 GZIP_MAGIC = b"\x1f\x8b"
 BOMS = (  # UTF-32 before UTF-16, whose little-endian mark is a prefix of UTF-32's
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -305,7 +306,10 @@ def _find_folder(root: Path, settings: TextConfig) -> Source:
                 "continues the run)"
             )
         common = max(others, key=others.__getitem__, default="")
-        remedy = f"; name another folder, or its files by a pattern, such as '{root}/**/*{common}'"
+        read = (
+            f"-s text.suffixes={common}" if common else shlex.quote(f"{glob.escape(str(root))}/*")
+        )
+        remedy = f"; name another folder, or its files: {read}"
         if others and (problem := problem_of(_head(str(examples[common])))):
             remedy = f", and {examples[common].name} (1 of {others[common]:,}) {problem}"
         raise MissingTextError(f"the folder {root} holds no file that ends {kind}{remedy}")
@@ -377,6 +381,10 @@ def opened(
                 f"files of HTML or XML, whose tags are read as text: {len(marked_up):,}, such as "
                 f"{Path(marked_up[0].path).name}; `pandoc -t plain` removes them"
             )
+    elif codec_name(encoding) not in ("utf-8", "iso8859-1") and source.files:  # bytes on purpose
+        head = _head(source.files[0].path)
+        if not head.isascii() and _is_utf8(head):
+            logger.warning(f"{source.name} looks like UTF-8 and is read as {encoding}")
     if source.files or source.stream is not None:
         yield source
         return
@@ -557,17 +565,32 @@ def _decode_file(name: str, codec: str, errors: str, contents: Iterator[bytes]) 
 
 def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str:
     """Return the message for an error in bytes that begin at `offset` of the file."""
-    problem, guesses = str(error), ""
+    problem, guesses = str(error), " with --encoding"
     if isinstance(error, UnicodeDecodeError):
-        byte = f"0x{error.object[error.start]:02X}"
-        problem = f"byte {byte} at offset {offset + error.start:,}: {error.reason}"
-        if error.reason != "unexpected end of data":  # a file that was cut
-            guesses = guess_encodings(error.object, error.start)
+        byte, position = error.object[error.start], offset + error.start
+        problem = f"byte 0x{byte:02X} at offset {position:,}: {error.reason}"
+        if codec == "utf-8" and error.reason == "unexpected end of data":
+            return (
+                f"{name} ends within a character ({problem}), as a file that was cut does; leave "
+                f"its last bytes out: head -c {position} {shlex.quote(name)}"
+            )
+        guesses = guess_encodings(error.object, error.start) or guesses
+        is_marked = _codec_of("auto", error.object) != "utf-8"
+        if (is_marked or _is_utf8(error.object)) and not codec.startswith(("utf-16", "utf-32")):
+            guesses = " (--encoding auto reads it)"
     return (
-        f"{name} is not {codec.upper()} text ({problem}); convert it to UTF-8, name the encoding "
-        f"of the whole text{guesses or ' with --encoding'}, or replace what does not decode with "
-        "--encoding-errors replace"
+        f"{name} is not {codec.upper()} text ({problem}); name the encoding of the whole text"
+        f"{guesses}, convert it to UTF-8{REPLACE_REMEDY}"
     )
+
+
+def _is_utf8(content: bytes) -> bool:
+    """Return whether bytes, which may end inside a character, are UTF-8."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(content)
+    except UnicodeError:
+        return False
+    return True
 
 
 def decode_bytes(content: bytes, encoding: str, name: str = "the text") -> tuple[str, str, str]:
@@ -581,7 +604,10 @@ def decode_bytes(content: bytes, encoding: str, name: str = "the text") -> tuple
             f"{name} is a gzip file, whose bytes would not be restored; decompress it with gunzip"
         )
     codec = _codec_of(codec_name(encoding), content)
-    text = "".join(text_pieces([(name, content)], TextConfig(encoding=codec)))
+    try:
+        text = "".join(text_pieces([(name, content)], TextConfig(encoding=codec)))
+    except TextError as error:  # what is replaced is not restored
+        raise TextError(str(error).removesuffix(REPLACE_REMEDY)) from None
     for mark in ("", BYTE_ORDER_MARK):
         with suppress(UnicodeError):
             if (mark + text).encode(codec) == content:
@@ -629,7 +655,7 @@ def mark_documents(
             continue
         separator = {"lines": "\n", "files": RECORD_SEPARATOR}.get(documents, documents)
         n_separating = separator.count("\n")  # lines that end in a separator
-        blank = "" if separator.strip("\n") else "\n"  # what a document does not begin with
+        blank = "\n" if separator[-1] == "\n" else ""  # what a document does not begin with
         is_open = False  # whether a document has begun
         for *ended, last in _split(pieces, documents, separator):
             text = list[str]()

@@ -101,12 +101,14 @@ class CharTokenizer:
         has_unknown: whether the last id, `len(characters)`, stands for every other character.
         has_bytes: whether byte tokens spell every other character.
         eos_token: the character that ends every document, "" if the text is no list of them.
+        has_crlf: whether the lines of the text end in CR LF.
     """
 
     characters: str
     has_unknown: bool = False
     has_bytes: bool = False
     eos_token: str = ""
+    has_crlf: bool = False
 
     def __post_init__(self) -> None:
         if (
@@ -157,8 +159,8 @@ class CharTokenizer:
 
     @property
     def bos_text(self) -> str:
-        """What comes before the start of a text: the EOS token, else a newline if it is known."""
-        return self.eos_token or ("\n" if "\n" in self.characters else "")
+        """What comes before the start of a text: the EOS token, else LF or CR if it is known."""
+        return self.eos_token or next((end for end in "\n\r" if end in self.characters), "")
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -226,6 +228,7 @@ class CharTokenizer:
             has_rare and rare == "unknown",
             has_rare and rare == "bytes",
             eos_token,
+            bool(counts.size > 13 and counts[10] == counts[13] > 0),
         )
 
     @cached_property
@@ -321,10 +324,17 @@ class CharTokenizer:
         return missing
 
     def choose_form(self, text: str) -> str:
-        """Return a text, or its form NFC or NFD if the vocabulary lacks fewer characters of that.
+        """Return a text with the line ends of the training text, in the normal form that is known.
 
-        A warning says so, and an info names characters that byte tokens spell.
+        That is NFC or NFD if the vocabulary lacks fewer of its characters. What is changed is
+        logged, and which characters byte tokens spell.
         """
+        known = [end for end in "\r\n" if end in self.characters]
+        if self.has_crlf or len(known) == 1:
+            lines = re.sub("\r\n?|\n", "\r\n" if self.has_crlf else known[0], text)
+            if lines != text:
+                logger.info("the line ends were changed to those of the training text")
+            text = lines
         if not (n_missing := self._missing(text).size):
             return text
         forms = {"": text, **normal_forms(text)}
@@ -411,7 +421,11 @@ class CharTokenizer:
     def to_json(self) -> str:
         """Return the vocabulary as JSON (ASCII only, one line)."""
         tree = {"format": FORMAT, "version": VERSION, "characters": self.characters}
-        optional = {"bytes": self.has_bytes, "eos_token": self.eos_token}
+        optional = {
+            "bytes": self.has_bytes,
+            "eos_token": self.eos_token,
+            "crlf": self.has_crlf,
+        }
         given = {key: value for key, value in optional.items() if value}
         return json.dumps({**tree, "unknown": self.has_unknown, **given})
 
@@ -423,13 +437,14 @@ class CharTokenizer:
             RunError: the text is not the JSON of a tokenizer.
         """
         try:
-            tree = {"bytes": False, "eos_token": "", **parse_json(text)}
+            tree = {"bytes": False, "eos_token": "", "crlf": False, **parse_json(text)}
             if tree.get("format") != FORMAT:
                 raise ValueError("it is not a chargpt tokenizer")
             if tree.get("version") != VERSION:
                 raise ValueError(f"this chargpt reads version {VERSION}, not its: update chargpt")
-            fields: list[Any] = [*map(tree.get, ("characters", "unknown", "bytes", "eos_token"))]
-            if [*map(type, fields)] != [str, bool, bool, str]:
+            names = ("characters", "unknown", "bytes", "eos_token", "crlf")
+            fields: list[Any] = [*map(tree.get, names)]
+            if [*map(type, fields)] != [str, bool, bool, str, bool]:
                 raise ValueError("a field is missing or has another type")
             return cls(*fields)
         except ValueError as error:

@@ -52,7 +52,7 @@ def plan_run(
         OperationError: the fewest useful steps would take more than twice the budget.
     """
     config = with_mixture_split(config, corpus, deadline, fixed_keys)
-    corpus = replace(corpus, settings=config.text)
+    corpus = corpus.with_settings(mixture_characters=config.text.mixture_characters)
     if len(corpus.split("mixture")):
         seconds = deadline.scoring_seconds + mixture_seconds(corpus, deadline.slowdown)
         deadline = replace(deadline, scoring_seconds=seconds)
