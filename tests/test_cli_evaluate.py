@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import signal
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -88,11 +89,13 @@ def test_the_part_of_a_text_that_was_trained_on_is_said(
     for name, content, percent in (
         ("excerpt.txt", text[1000:2000], "100"),
         ("begins.txt", text[1001:2000] + new, "49"),
+        ("wrapped.txt", textwrap.fill(text[1000:4000], 30, break_long_words=False), "100"),
+        ("windows.txt", text[1000:2000].replace("\n", "\r\n"), "100"),
         ("val.txt", new, None),
         ("short.txt", text[1000:1060], None),
         ("changed.txt", text[1000:1500].replace("e", "a"), None),
     ):
-        Path(name).write_text(content)
+        Path(name).write_bytes(content.encode())
         warning = f"about {percent}% of the passages of 64 characters of {name} occur in the train"
         for words in (("score", trained, name), ("evaluate", trained, "--text", name)):
             printed = cli(*words).stderr

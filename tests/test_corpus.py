@@ -328,9 +328,17 @@ def test_a_file_of_another_format_is_named_with_the_tool_that_makes_text_of_it(
     assert f"files not read: 1, such as a.doc, which is {kind}; make text" in "".join(notes)
 
 
-@pytest.mark.parametrize("content", ["<!DOCTYPE html>\n<p>a", "\ufeff\n<HTML>a", "<?xml ?><a/>"])
-def test_markup_is_read_with_a_warning(write: Write, notes: list[str], content: str) -> None:
-    assert text_of(load(write(content, "a.html"))) == content.removeprefix("\ufeff")
+@pytest.mark.parametrize(
+    "content",
+    ["<!DOCTYPE html>\n<p>a", "\ufeff\n<HTML>a", "<?xml ?><a/>", "<!-- a\n -->\n<p>a"],
+)
+@pytest.mark.parametrize("encoding", ["auto", "utf-8", "utf-16"])
+def test_markup_is_read_with_a_warning(
+    write: Write, notes: list[str], content: str, encoding: str
+) -> None:
+    text = content.removeprefix("\ufeff")
+    path = write(content if encoding == "auto" else text.encode(encoding), "a.html")
+    assert text_of(load(path, encoding=encoding)) == text
     (note,) = notes
     assert note.startswith("files of HTML or XML, whose tags are read as text: 1, such as a.html; ")
     assert "pandoc -t plain" in note
@@ -438,7 +446,11 @@ def test_files_named_train_valid_and_test_are_the_splits(write: Write, notes: li
         again
     )
     write("more to train on " * 100, "other.txt")
+    notes.clear()
     assert not load(folder).held_out  # the names do not say what it is
+    assert "such as other.txt (text.exclude): all files are one text" in notes[0]
+    write("ab" * 99, "ptb.valid2.txt")
+    assert load(folder, exclude=["other.txt"]).origin("val") == " of ptb.valid.txt and 1 more"
 
 
 def test_held_out_documents_are_shuffled_apart(write: Write, tmp_path: Path) -> None:

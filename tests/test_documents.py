@@ -53,14 +53,14 @@ def test_separators_may_lie_across_pieces(files: list[list[str]], separator: str
 
 
 @given(
-    st.lists(st.text("ab\n\r%", max_size=9), max_size=5),
+    st.lists(st.text("ab\n\r\u2028%", max_size=9), max_size=5),
     st.sampled_from(["\n\n", "\n%\n", "\n\n\n", "%\n"]),
 )
 def test_separators_match_line_ends_of_every_kind_and_whole_runs_of_them(
     pieces: list[str], separator: str
 ) -> None:
     marked = "".join(mark_documents([iter(pieces)], separator))
-    text = re.sub("\r\n?", "\n", "".join(pieces))
+    text = re.sub("\r\n?|\u2028", "\n", "".join(pieces))
     pattern = re.escape(separator) if "%" in separator else separator + "\n*"
     items = [item.lstrip("\n") for item in re.split(pattern, text)]
     assert marked == "".join(item + RECORD_SEPARATOR for item in items if item)
@@ -75,6 +75,7 @@ def word(number: int, syllables: str = "ka ro mi te lu sa no vi be da") -> str:
     [
         ("\n".join(map(word, range(2000))), "lines"),
         ("\r".join(f"{word(i)} {word(i + 1)}" for i in range(2000)), "lines"),
+        ("\u2028".join(map(word, range(2000))), "lines"),
         ("\n".join(chr(0x4E00 + i) + chr(0x5E00 + 7 * i) for i in range(500)), "lines"),
         ("One quote here.\r\n\tsaid A\r\n%\r\nAnother quote there.\r\n%\r\n" * 300, "\n%\n"),
         ("A story.\n<|endoftext|>\nOnce more.\n<|endoftext|>\n" * 99, "\n<|endoftext|>\n"),

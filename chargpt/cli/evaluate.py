@@ -224,6 +224,7 @@ def score(
     if loaded.config.text.documents in ("lines", "files"):  # the text may be a part of one
         changes |= {"text.documents": None}
     content = read_text(text, loaded.config.with_values(changes).text)
+    content = loaded.tokenizer.choose_form(content)
     runs.warn_of_own_text(loaded, text, content)
     with console.show_progress(runs.unit_of(loaded), "scored") as on_progress:
         scored = scoring.score(

@@ -29,7 +29,7 @@ from chargpt.models import LanguageModel, eval_mode
 from chargpt.models.ngram import BIGRAM_ALPHA, NGRAM, NGRAM_ORDER, NGramLM, bigram_log_probs
 from chargpt.store.run import Run, as_run
 from chargpt.text.corpus import Corpus, Split, block_offsets, shuffled_order
-from chargpt.text.source import LINE_ENDS, lf_newlines, mark_documents, read_text, require_text
+from chargpt.text.source import lf_newlines, mark_documents, read_text, require_text
 from chargpt.text.tokenizer import Floats, Ints, Tokens, UnknownPolicy
 
 EvaluationProtocol = Literal["blocks", "sliding", "nanogpt"]
@@ -184,7 +184,7 @@ def evaluate(
         text = read_text(path, settings)
     elif text is not None:
         require_text(text)
-        pieces = lf_newlines([text], LINE_ENDS) if settings.newlines == "lf" else iter([text])
+        pieces = lf_newlines([text]) if settings.newlines == "lf" else iter([text])
         text = "".join(mark_documents([pieces], settings.documents))
     if text is not None:
         text = run.tokenizer.choose_form(text)

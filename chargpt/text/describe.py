@@ -5,6 +5,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -191,7 +192,8 @@ def guess_list(text: str) -> ListGuess | None:
     It is sure of separators that nothing else uses, and of lines that are names, words or sorted
     titles: distinct, of letters, and unlike verse without punctuation at their ends.
     """
-    lines = text.splitlines()
+    lines = re.split("\r\n|[\n\r\u2028\u2029]", text)
+    lines = lines if lines[-1] else lines[:-1]
     for line, count in Counter(filter(SEPARATOR.fullmatch, lines)).most_common(1):
         if count >= MIN_SEPARATORS * max(MIN_LIST, len(lines)):
             n_apart = "\n".join(lines).count(f"\n\n{line}\n\n")
@@ -327,7 +329,7 @@ def find_repeats(corpus: Corpus, tokens: Tokens) -> Repeats:
         if (tokens == eos_token_id).any() and len(train) + len(tokens) <= MAX_COMPARED:
             found.append(Repeats(*_repeated_documents(train, tokens, eos_token_id), "documents"))
     unit = f"passages of {PASSAGE} {'tokens' if corpus.tokenizer.has_bytes else 'characters'}"
-    found.append(Repeats(*_repeated_passages(train, tokens, eos_token_id), unit))
+    found.append(Repeats(*_repeated_passages(corpus, tokens, eos_token_id), unit))
     return max(found, key=lambda each: each.fraction)
 
 
@@ -342,13 +344,29 @@ def _repeated_documents(train: Tokens, tokens: Tokens, eos_token_id: int) -> tup
     return sum(document in found for document in documents), len(documents)
 
 
-def _repeated_passages(train: Tokens, tokens: Tokens, eos_token_id: int) -> tuple[int, int]:
+def _fold_blanks(tokens: Tokens, corpus: Corpus) -> Tokens:
+    """Return tokens with one space for line ends, tabs and runs of spaces, as in a wrapped copy."""
+    characters = corpus.tokenizer.characters
+    if " " not in characters:
+        return tokens
+    space, table = characters.index(" "), np.arange(corpus.tokenizer.vocab_size, dtype=tokens.dtype)
+    blanks = set("\n\r\t") & set(characters) - set(corpus.tokenizer.eos_token)
+    table[[characters.index(each) for each in blanks]] = space
+    folded = table[tokens]
+    is_kept = np.ones(len(folded), dtype=bool)
+    is_kept[1:] = (folded[1:] != space) | (folded[:-1] != space)
+    return folded[is_kept]
+
+
+def _repeated_passages(corpus: Corpus, tokens: Tokens, eos_token_id: int) -> tuple[int, int]:
     """Return how many passages of a text occur in the training split, and their number.
 
     The hashes of the training split are those of the passages that begin at a multiple of 8 bytes:
     of consecutive passages of a text, one for each token of 8 bytes, one begins there wherever the
     text stands.
     """
+    fold = partial(_fold_blanks, corpus=corpus)
+    train, tokens = corpus.split("train"), fold(tokens)
     n_offsets = 8 // train.itemsize
     size = PASSAGE + n_offsets - 1
     if len(tokens) < size:
@@ -365,7 +383,7 @@ def _repeated_passages(train: Tokens, tokens: Tokens, eos_token_id: int) -> tupl
     is_near[wanted >> shift] = True
     train, found = train[-MAX_SEARCHED:], [wanted[:0, 0]]
     for start in range(0, len(train), CHUNK):
-        chunk = train[start : start + CHUNK + PASSAGE - n_offsets]
+        chunk = fold(train[start : start + CHUNK + 2 * PASSAGE])
         hashes = _hash_passages(chunk[: len(chunk) // n_offsets * n_offsets])
         found.append(np.unique(hashes[is_near[hashes >> shift]]))
     is_found = np.isin(wanted, np.concatenate(found)).any(axis=1)

@@ -19,7 +19,7 @@ import zlib
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain, groupby, repeat, takewhile
@@ -71,7 +71,10 @@ NOT_TEXT = (  # how files begin, what they are, and what makes text of them
     (rb"PAR1", "a Parquet table", "duckdb"),
     (rb"\x80[\x02-\x05]", "a Python pickle", "the program that wrote it"),
 )
-MARKUP = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml)", re.IGNORECASE)
+MARKUP = re.compile(
+    r"\ufeff?\s*(<!--.*?-->\s*)*<(!doctype|\?xml|html|head|body|p|div|svg)\b",
+    re.IGNORECASE | re.DOTALL,
+)
 BYTE_ORDER_MARK = "\ufeff"
 LINE_ENDS = "\u2028\u2029"  # beside CR and LF
 RECORD_SEPARATOR = "\x1e"
@@ -172,6 +175,8 @@ def find_text(settings: TextConfig, text: str | None = None) -> Source:
     }
     if not held_out:
         return _split_by_name(source)
+    if [settings.path, *paths.values()].count(STDIN) > 1:
+        raise TextError("standard input is named twice; give one of the texts as a file")
     names = [file.path for each in (source, *held_out.values()) for file in each.files]
     if twice := next((path for path, n in Counter(names).items() if n > 1), None):
         raise TextError(f"{twice} is in two splits; give each split files of its own")
@@ -190,14 +195,24 @@ def _split_by_name(source: Source) -> Source:
     others = parts.pop("", [])  # such as a README
     if {*parts} <= {"train"} or not parts["train"]:
         return source
-    if sizes.get("", 0) > MAX_UNNAMED * sum(sizes.values()):
-        return source
+    by_size = sorted(others, key=lambda file: file.size)
+    largest = Path(by_size[-1].path).name if others else ""
+    if others and sizes[""] > MAX_UNNAMED * sum(sizes.values()):
+        note = (
+            f"{source.note}; some names say {' and '.join(parts)}, but those of others do not, "
+            f"such as {largest} (text.exclude): all files are one text"
+        )
+        return replace(source, note=note)
     counts = ", ".join(f"{len(parts[split]):,} {split}" for split in SPLIT_WORDS if split in parts)
     note = f"{source.note}; by their names: {counts}"
     if others:
-        note += f"; not used: {len(others):,}, such as {Path(others[0].path).name}"
+        note += f"; not used: {len(others):,}, such as {largest}"
     held_out = {
-        split: Source(Path(parts[split][0].path).name, tuple(parts[split]))
+        split: Source(
+            os.path.relpath(parts[split][0].path, root)
+            + (f" and {len(parts[split]) - 1:,} more" if len(parts[split]) > 1 else ""),
+            tuple(parts[split]),
+        )
         for split in ("val", "test")
         if split in parts
     }
@@ -364,33 +379,46 @@ def opened(
     """
     if source.note:
         logger.info(source.note)
-    if encoding == "auto":
-        heads = ((file, _head(file.path)) for file in source.files)
-        found = {file: (problem_of(head), MARKUP.match(head)) for file, head in heads}
-        problems = {file: problem for file, (problem, _) in found.items() if problem}
-        texts = tuple(file for file in source.files if file not in problems)
-        if problems and any(file.size for file in texts):
-            first = min(problems)
-            logger.warning(
-                f"files not read: {len(problems):,}, such as {Path(first.path).name}, which "
-                f"{problems[first]}"
-            )
-            source = replace(source, files=texts)
-        if marked_up := [file for file, (_, is_markup) in found.items() if is_markup]:
-            logger.warning(
-                f"files of HTML or XML, whose tags are read as text: {len(marked_up):,}, such as "
-                f"{Path(marked_up[0].path).name}; `pandoc -t plain` removes them"
-            )
-    elif codec_name(encoding) not in ("utf-8", "iso8859-1") and source.files:  # bytes on purpose
-        head = _head(source.files[0].path)
-        if not head.isascii() and _is_utf8(head):
-            logger.warning(f"{source.name} looks like UTF-8 and is read as {encoding}")
-    if source.files or source.stream is not None:
-        yield source
-        return
-    with tempfile.TemporaryFile(dir=folder) as copy:
-        copy_stdin(copy.write, max_bytes)
-        yield replace(source, stream=copy)
+    with ExitStack() as stack:
+        if not source.files and source.stream is None:
+            copy = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+            copy_stdin(copy.write, max_bytes)
+            source = replace(source, stream=copy)
+        yield _without_others(source, codec_name(encoding))
+
+
+def _without_others(source: Source, codec: str) -> Source:
+    """Return a source without the files that are no text, and log what the files' starts show."""
+    files: list[TextFile | None] = [*source.files] or [None]
+    problems = dict[TextFile, str]()
+    marked_up: list[str] = []
+    for file in files:
+        head = next(_read(file.path if file else source.name, source.stream))[0]
+        if file and codec == "auto" and (problem := problem_of(head)):
+            problems[file] = problem
+        name = Path(file.path).name if file else source.name
+        own_codec, start = _codec_of(codec, head), ""
+        with suppress(UnicodeError):  # as of a codec of host names
+            start = head.decode(own_codec, "ignore")
+        if MARKUP.match(start):
+            marked_up.append(name)
+        # latin-1 is the encoding of those who train on bytes
+        if not own_codec.startswith(("utf", "iso8859-1")) and not head.isascii() and _is_utf8(head):
+            logger.warning(f"{name} looks like UTF-8 and is read as {own_codec}")
+    texts = tuple(file for file in source.files if file not in problems)
+    if problems and any(file.size for file in texts):
+        first = min(problems)
+        logger.warning(
+            f"files not read: {len(problems):,}, such as {Path(first.path).name}, which "
+            f"{problems[first]}"
+        )
+        source = replace(source, files=texts)
+    if marked_up:
+        logger.warning(
+            f"files of HTML or XML, whose tags are read as text: {len(marked_up):,}, such as "
+            f"{marked_up[0]}; `pandoc -t plain` removes them"
+        )
+    return source
 
 
 def _head(path: str) -> bytes:
@@ -409,7 +437,9 @@ def problem_of(head: bytes) -> str:
         if re.match(begin, head, re.DOTALL):
             return f"is {kind}; make text of it with `{tool}`, and name that"
     n_control, n_nul = len(head) - len(head.translate(None, CONTROL)), head.count(0)
-    if not n_nul or n_control <= MAX_CONTROL * len(head):
+    if re.search(rb"\x1b(\$[@B]|\([BJ])", head) and head.isascii():
+        return "is ISO-2022-JP; read it with --encoding iso2022_jp"
+    if not n_nul or n_control <= max(1, MAX_CONTROL * len(head)):
         return ""
     for encoding in ("utf-16-le", "utf-16-be") if len(head) % 2 == 0 else ():
         counts = Counter(head.decode(encoding, "replace"))
@@ -521,14 +551,14 @@ def text_pieces(
         for name, group in groupby(chunks, key=itemgetter(0))
     )
     if settings.newlines == "lf":
-        files = (lf_newlines(pieces, LINE_ENDS) for pieces in files)
+        files = (lf_newlines(pieces) for pieces in files)
     return mark_documents(files, settings.documents, places)
 
 
-def lf_newlines(pieces: Iterable[str], line_ends: str = "") -> Iterator[str]:
-    """Yield pieces of a text with CR LF, CR and other `line_ends` as LF."""
+def lf_newlines(pieces: Iterable[str]) -> Iterator[str]:
+    """Yield pieces of a text with line ends of every kind as LF."""
     decoder = io.IncrementalNewlineDecoder(None, translate=True)
-    table = str.maketrans(dict.fromkeys(line_ends, "\n"))
+    table = str.maketrans(dict.fromkeys(LINE_ENDS, "\n"))
     for piece in pieces:
         yield decoder.decode(piece).translate(table)
     yield decoder.decode("", final=True)
