@@ -450,7 +450,7 @@ def test_files_named_train_valid_and_test_are_the_splits(write: Write, notes: li
     assert not load(folder).held_out  # the names do not say what it is
     assert "such as other.txt (text.exclude): all files are one text" in notes[0]
     write("ab" * 99, "ptb.valid2.txt")
-    assert load(folder, exclude=["other.txt"]).origin("val") == " of ptb.valid.txt and 1 more"
+    assert load(folder, exclude=["other.txt"]).origin("val") == " of ptb.valid2.txt and 1 more"
 
 
 def test_held_out_documents_are_shuffled_apart(write: Write, tmp_path: Path) -> None:
