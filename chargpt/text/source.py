@@ -669,32 +669,33 @@ def mark_documents(
     """
     places = places or Places()
     eos_token = eos_token_of(documents)
-    before = newline = "\n"  # the end of a file, and how its lines end
+    before = "\n"  # the last piece of a file
     for pieces in files:
         if not before.endswith(("\n", "\r", *LINE_ENDS)):
+            newline = "\r\n" if "\r\n" in before else "\n"
             places.end += len(newline)
             yield newline
         places.files.append(places.end)
-        before = newline = "\n"
+        before = "\n"
         if not eos_token or documents is None:
             for piece in pieces:
                 places.end += len(piece)
                 before = piece or before
-                newline = "\r\n" if "\r\n" in piece else newline
                 yield piece
             continue
         separator = {"lines": "\n", "files": RECORD_SEPARATOR}.get(documents, documents)
         n_separating = separator.count("\n")  # lines that end in a separator
-        blank = "\n" if separator[-1] == "\n" else ""  # what a document does not begin with
+        # line ends at the start of a document belong to the separator; after a line there are none
+        is_stripped = len(separator) > 1 and separator[-1] == "\n"
         is_open = False  # whether a document has begun
         for *ended, last in _split(pieces, documents, separator):
             text = list[str]()
             for part, has_ended in (*zip(ended, repeat(True)), (last, False)):
+                if is_stripped and not is_open:
+                    places.end += len(part) - len(part := part.lstrip("\n"))
                 if part and not is_open:
-                    places.end += len(part) - len(part := part.lstrip(blank))
-                    if part:
-                        places.lines.append(places.end)
-                        is_open = True
+                    places.lines.append(places.end)
+                    is_open = True
                 text.append(part)
                 places.end += part.count("\n")
                 if has_ended:
