@@ -253,6 +253,7 @@ def test_the_config_of_a_run_with_a_budget_reproduces_its_losses(verse: Path, cl
     assert done.returncode == 0, done.stderr
     assert "budget  10 s: " in done.stderr
     config = load_config("timed/config.yaml")
+    assert config.text.documents is None  # not `auto`: it was decided
     assert config.train.max_steps > 20
     assert 0 < config.schedule.cooldown < 1
     again = cli("train", verse, "-c", "timed/config.yaml", "--out", "again")

@@ -449,6 +449,9 @@ def test_files_named_train_valid_and_test_are_the_splits(write: Write, notes: li
     notes.clear()
     assert not load(folder).held_out  # the names do not say what it is
     assert "such as other.txt (text.exclude): all files are one text" in notes[0]
+    notes.clear()
+    assert not load(folder / "[op]*t*e*.txt", exclude=["ptb.train.txt"]).held_out
+    assert "; some names say " in notes[0]
     write("ab" * 99, "ptb.valid2.txt")
     assert load(folder, exclude=["other.txt"]).origin("val") == " of ptb.valid2.txt and 1 more"
 

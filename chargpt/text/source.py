@@ -193,13 +193,14 @@ def _split_by_name(source: Source) -> Source:
         parts[named[0] if len(named) == 1 else ""].append(file)
     sizes = {split: sum(file.size for file in files) for split, files in parts.items()}
     others = parts.pop("", [])  # such as a README
-    if {*parts} <= {"train"} or not parts["train"]:
+    if {*parts} <= {"train"} or not (parts["train"] or others):
         return source
     by_size = sorted(others, key=lambda file: file.size)
     largest = Path(by_size[-1].path).name if others else ""
-    if others and sizes[""] > MAX_UNNAMED * sum(sizes.values()):
+    if not parts["train"] or sizes.get("", 0) > MAX_UNNAMED * sum(sizes.values()):
+        said = " and ".join(filter(parts.get, parts))
         note = (
-            f"{source.note}; some names say {' and '.join(parts)}, but those of others do not, "
+            f"{source.note}; some names say {said}, but those of others do not, "
             f"such as {largest} (text.exclude): all files are one text"
         )
         return replace(source, note=note)
@@ -391,7 +392,7 @@ def _without_others(source: Source, codec: str) -> Source:
     """Return a source without the files that are no text, and log what the files' starts show."""
     files: list[TextFile | None] = [*source.files] or [None]
     problems = dict[TextFile, str]()
-    marked_up: list[str] = []
+    marked_up, utf8 = list[str](), list[str]()
     for file in files:
         head = next(_read(file.path if file else source.name, source.stream))[0]
         if file and codec == "auto" and (problem := problem_of(head)):
@@ -404,7 +405,7 @@ def _without_others(source: Source, codec: str) -> Source:
             marked_up.append(name)
         # latin-1 is the encoding of those who train on bytes
         if not own_codec.startswith(("utf", "iso8859-1")) and not head.isascii() and _is_utf8(head):
-            logger.warning(f"{name} looks like UTF-8 and is read as {own_codec}")
+            utf8.append(name)
     texts = tuple(file for file in source.files if file not in problems)
     if problems and any(file.size for file in texts):
         first = min(problems)
@@ -413,6 +414,8 @@ def _without_others(source: Source, codec: str) -> Source:
             f"{problems[first]}"
         )
         source = replace(source, files=texts)
+    if utf8:
+        logger.warning(f"{utf8[0]} looks like UTF-8 and is read as {codec}")
     if marked_up:
         logger.warning(
             f"files of HTML or XML, whose tags are read as text: {len(marked_up):,}, such as "
