@@ -24,7 +24,7 @@ from chargpt.analysis.memorization import (
 )
 from chargpt.cli import console, options, runs, tables
 from chargpt.config import Config, SampleConfig, TextConfig, parse_override, unescape
-from chargpt.errors import ChargptError, ConfigError, TextError
+from chargpt.errors import ChargptError, ConfigError, Stopped, TextError
 from chargpt.inference.generation import Ended, Sample, new_sample, stream_run
 from chargpt.inference.generation import sample as sample_texts
 from chargpt.store.run import Run
@@ -365,8 +365,10 @@ def print_stream(
                 text += piece
                 if len(text) > 2 * MAX_KEPT:
                     prompt, text = "", text[-MAX_KEPT:]
-    finally:  # also where Ctrl-C ends the command
-        console.out_text(shown.decode("", final=True), "\n")
+    except (KeyboardInterrupt, Stopped):  # what is written stays, as a line
+        console.out("")
+        raise
+    console.out_text(shown.decode("", final=True), "\n")
     return new_sample(prompt, text, last[0][0])
 
 
