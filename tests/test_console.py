@@ -60,7 +60,7 @@ def test_training_on_a_terminal_shows_a_percentage_in_80_columns(
 ) -> None:
     text = f"a-{'long-' * 10}name.txt"
     shutil.copy(trained.parent / "novel.txt", tmp_path / text)
-    rare = "-s train.max_steps=1500 -s train.save_every=900 -s train.evaluate_every=500".split()
+    rare = "-s train.max_steps=700 -s train.save_every=700 -s train.evaluate_every=300".split()
     shown = on_terminal("train", text, *QUICK, *rare, cwd=tmp_path)
     wrapped = re.search(r"(?m)^(text +)a-long-[^\r]*\r\n( +)\S", shown)
     assert wrapped is not None, shown
