@@ -326,6 +326,8 @@ def test_a_file_of_another_format_is_named_with_the_tool_that_makes_text_of_it(
     write("text", "b.txt")
     assert text_of(load(path.parent, suffixes=("doc", "txt"))) == "text"
     assert f"files not read: 1, such as a.doc, which is {kind}; make text" in "".join(notes)
+    load(path, encoding="latin-1")
+    assert any(each.startswith(f"a.doc is {kind}; make text of it with ") for each in notes)
 
 
 @pytest.mark.parametrize(

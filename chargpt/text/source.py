@@ -395,9 +395,11 @@ def _without_others(source: Source, codec: str) -> Source:
     marked_up, utf8 = list[str](), list[str]()
     for file in files:
         head = next(_read(file.path if file else source.name, source.stream))[0]
-        if file and codec == "auto" and (problem := problem_of(head)):
+        name, problem = Path(file.path).name if file else source.name, problem_of(head)
+        if file and codec == "auto" and problem:
             problems[file] = problem
-        name = Path(file.path).name if file else source.name
+        elif codec != "auto" and "make text of it" in problem:
+            logger.warning(f"{name} {problem}: its bytes are read as {codec}")
         own_codec, start = _codec_of(codec, head), ""
         with suppress(UnicodeError):  # as of a codec of host names
             start = head.decode(own_codec, "ignore")
