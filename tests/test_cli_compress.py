@@ -62,6 +62,16 @@ def test_what_training_reads_is_compressed_and_the_same_bytes_restored(
     assert "outside the vocabulary" not in done.stderr
     assert cli("decompress", trained, "packed", "back.txt").returncode == 0
     assert Path("back.txt").read_bytes() == content
+    Path("plain.txt").write_text(text, "utf-8")
+    for command in ("score {}", "evaluate --no-mixture --text {}", "sample -n 5 --prompt-file {}"):
+        printed = [
+            json.loads(cli(name, trained, *rest, *encoded, "--json").stdout)
+            for path, encoded in (("plain.txt", []), ("a.txt", words.split()))
+            for name, *rest in [command.replace("{}", path).split()]
+        ]
+        keys = {"bits_per_char", "characters", "prompt"} & printed[0].keys()
+        assert keys
+        assert all(printed[0][key] == printed[1][key] for key in keys)
     packed = Path("packed").read_bytes()
     for number, damage, message in (
         (35, b"\1" if newline == "\n" else b"\0", "checksum differs"),
