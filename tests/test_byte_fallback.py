@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import Cli
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from noise import noisy_run
 
@@ -178,6 +178,7 @@ def test_no_block_of_a_batch_begins_inside_a_character() -> None:
 
 @settings(max_examples=30)
 @given(st.text(max_size=40))
+@example("\x07\0")  # UTF-16 of one character, and UTF-8 of two
 def test_every_text_is_compressed_without_loss(text: str) -> None:
     run = noisy_run(TOKENIZER)
     assert decompress(run, compress(run, text.encode())) == text.encode()

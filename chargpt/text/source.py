@@ -640,13 +640,15 @@ def decode_bytes(content: bytes, encoding: str, name: str = "the text") -> tuple
         )
     codec = _codec_of(codec_name(encoding), content)
     try:
-        text = "".join(text_pieces([(name, content)], TextConfig(encoding=codec)))
-    except TextError as error:  # what is replaced is not restored
-        raise TextError(str(error).removesuffix(REPLACE_REMEDY)) from None
-    for mark in ("", BYTE_ORDER_MARK):
-        with suppress(UnicodeError):
-            if (mark + text).encode(codec) == content:
-                return text, codec, mark
+        text = content.decode(codec)
+    except UnicodeError as error:
+        problem = problem_of(content[:CHUNK_BYTES]) if codec == "utf-8" else ""
+        message = f"{name} {problem}" if problem else _undecodable(name, codec, 0, error)
+        raise TextError(message.removesuffix(REPLACE_REMEDY)) from None  # it would not be restored
+    with suppress(UnicodeError):
+        if text.encode(codec) == content:
+            mark = BYTE_ORDER_MARK if text.startswith(BYTE_ORDER_MARK) else ""
+            return text.removeprefix(mark), codec, mark
     raise TextError(
         f"{name} is read as {codec.upper()}, which does not give the same bytes back; convert it "
         "to UTF-8"
