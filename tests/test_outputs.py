@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -211,8 +212,10 @@ def test_nothing_printed_controls_the_terminal(
     console.out_json({hostile: hostile})
     console.print_error(hostile)
     tables.table([hostile], [[hostile]], title=hostile)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    tables.table(["text"], [[hostile]], text_column=0, clean=console.text_cell)
     tables.panel(hostile, hostile)
-    printed = "".join(capsys.readouterr())
+    printed = re.sub("\x1b\\[[0-9;]*m", "", "".join(capsys.readouterr()))  # rich's colours
     assert printed.count("\N{REPLACEMENT CHARACTER}") > 10
     assert printed.count("\N{SYMBOL FOR ESCAPE}") > 5
     assert not set(printed) & set("\x1b\x9b\x07\r\udcff")
@@ -231,6 +234,18 @@ def test_spaces_and_joiners_of_every_script_are_printed(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == odd + "\n"
     console.out("\u202e\x85a\r\nb\rc\u2028d")  # may reorder a line; line ends of every kind
     assert capsys.readouterr().out == 2 * "\N{REPLACEMENT CHARACTER}" + "a\nb\nc\nd\n"
+
+
+def test_texts_in_boxes_and_tables_are_the_same_in_a_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    odd = "a\u202ab\u202c \u2066c\u2069 \x85\x1b[1m"
+    for text in (odd, f"{odd}\a\f\r\n \u2028"):
+        tables.panel("sample of run", text)
+        assert capsys.readouterr().out == f"-- sample of run --\n{text}\n"
+    odd = odd.removesuffix("\x85\x1b[1m")  # control characters would break a table
+    tables.table(["x", "y"], [["1", f"{odd}\a"]], text_column=1, clean=console.text_cell)
+    assert f" 1  {odd}\N{SYMBOL FOR BELL} " in capsys.readouterr().out
 
 
 def test_json_has_no_numbers_that_are_none() -> None:

@@ -2,8 +2,10 @@
 
 import functools
 import itertools
+import json
 import math
 import pickle
+import re
 import shutil
 import signal
 import tracemalloc
@@ -61,16 +63,15 @@ def test_a_streams_text_does_not_depend_on_the_number_of_streams():
     assert continuations(model, sequence_ids=[4, 1]) == [together[4], together[1]]
 
 
-@pytest.mark.parametrize(
-    ("number", "num_samples"), [(signal.SIGINT, 16), (signal.SIGTERM, 1), (signal.SIGINT, 1)]
-)
-def test_the_sample_command_ends_by_a_signal(number, num_samples, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("form", [["--num-samples=1"], ["--num-samples=16"], ["--json"]])
+def test_a_signal_ends_the_sample_command_and_what_was_sampled_is_printed(number, form, tmp_path):
     run = REPOSITORY / "tests" / "golden" / "0.1.0" / "run"
-    options = f"--num-samples={num_samples}", "--length=100000000"
     threads = "export OMP_NUM_THREADS=2;"
-    command = start_cli("sample", run, *options, cwd=tmp_path, shell=threads)
+    command = start_cli("sample", run, *form, "-n100000000", cwd=tmp_path, shell=threads)
+    is_streamed = form == ["--num-samples=1"]
     try:
-        if num_samples == 1:
+        if is_streamed:
             assert command.stdout.read(1)  # it is streamed
         else:
             assert command.stderr.readline().startswith("character ")
@@ -80,9 +81,29 @@ def test_the_sample_command_ends_by_a_signal(number, num_samples, tmp_path):
         command.kill()
     assert command.returncode in (-number, 128 + number), error
     assert number != signal.SIGINT or error.endswith("stopped\n")
-    assert num_samples == 1 or not out
-    assert (number, num_samples) != (signal.SIGINT, 1) or out.endswith("\n")
+    assert out.endswith("\n") or (is_streamed and number == signal.SIGTERM)
     assert "Traceback" not in error
+    if form == ["--json"]:
+        result = json.loads(out)
+        assert (result["ended"], result["finished"]) == (["stopped"], [False])
+        assert len(result["continuations"][0]) > 10
+    elif not is_streamed:
+        texts = re.split("-- sample [0-9]+ --\n", out)[1:]
+        assert len({len(text) for text in texts}) == 1 < len(texts[0])
+        assert "these are the samples so far: 16 of 16, of which 16 are unfinished" in error
+
+
+@pytest.mark.parametrize("n_calls", [1, 7, 25, 31])  # of the test whether it is stopped
+def test_a_stopped_sampling_returns_the_texts_so_far(n_calls, make_run, monkeypatch):
+    run = make_run(TEXT)
+    texts = sample(run, num_samples=5)  # of 20 characters
+    monkeypatch.setattr(generation, "MAX_GROUP_BYTES", 0)  # one text at a time
+    calls = itertools.count(1)
+    stopped = sample(run, num_samples=5, is_stopped=lambda: next(calls) >= n_calls)
+    n_whole, n_rest = divmod(n_calls, 21)  # one call more after each text
+    assert stopped == [*texts[:n_whole], texts[n_whole][:n_rest]]
+    ended = [(text.ended, text.is_finished) for text in stopped]
+    assert ended == [*[("length", False)] * n_whole, ("stopped", False)]
 
 
 def test_a_longer_text_begins_with_the_shorter_one():

@@ -229,6 +229,22 @@ def test_the_part_of_the_validation_split_that_was_trained_on_is_said_wherever_i
         assert abs(int(said[1]) - expected) < 5 if said else not expected
 
 
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("fraction", [0, 0.1, 0.5, 1])  # of the lines that were trained on
+def test_lines_of_the_validation_split_that_were_trained_on_are_found_in_any_order(
+    newline: str, fraction: float
+) -> None:
+    rng = np.random.default_rng(0)
+    lines = ["".join(map(chr, row)) for row in rng.integers(0x61, 0x7B, (5000, 20))]
+    train, new = lines[:4500], lines[4500:]
+    copied = rng.permutation(train)[: int(500 * fraction)].tolist()
+    val = [*copied, *new[len(copied) :], *["  }", '"type": "a list of names",'] * 20]
+    text = "".join(line + newline for line in [*train, '"type": "a list of names",', *val])
+    warning = warn_of_repeats(load_corpus(TextConfig(documents=None), text=text))
+    said = re.match(r"about (\d+)% of the lines of 16 characters or more of the validat", warning)
+    assert (int(said[1]) if said else 0) == pytest.approx(100 * fraction, abs=3 if said else 10)
+
+
 @pytest.mark.parametrize(
     ("text", "warning"),
     [

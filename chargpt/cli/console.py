@@ -26,8 +26,9 @@ DELAY_SECONDS = 0.5  # shorter work shows no bar
 PLAIN_LINE_SECONDS = 5.0  # between two lines of progress where there is no terminal
 BAR = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 SPARKS = "▁▂▃▄▅▆▇█"
-# control characters but \n and \t, and what reorders the text around it or is no text
-UNSAFE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+CONTROLS = "\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff"  # but \n and \t, and what is no text
+CONTROL = re.compile(f"[{CONTROLS}]")
+UNSAFE = re.compile(f"[{CONTROLS}\u202a-\u202e\u2066-\u2069]")  # or reorders the text around it
 
 started = time.perf_counter()  # when the command began; `run` sets it
 is_silent = False  # on the ranks of `torchrun` but the first; `run` sets it
@@ -263,6 +264,13 @@ def printable(text: str) -> str:
     """
     text = re.sub("\r\n?|[\u2028\u2029]", "\n", text)
     return UNSAFE.sub(lambda found: display_char(found[0]), text)
+
+
+def text_cell(text: str) -> str:
+    """Return a line of a text for a table: printable, but in a file it keeps its writing order."""
+    if sys.stdout.isatty():
+        return printable(text)
+    return CONTROL.sub(lambda found: display_char(found[0]), text)
 
 
 class ProgressBar:

@@ -12,7 +12,6 @@ import typer
 
 from chargpt.analysis.result import MIXTURE_LABEL, loss_cells
 from chargpt.cli import console, options, runs, tables
-from chargpt.cli.main import catch_signals, hang_up
 from chargpt.errors import RunError, Stopped
 from chargpt.inference import evaluation, scoring
 from chargpt.inference.evaluation import Evaluation, EvaluationProtocol
@@ -20,7 +19,6 @@ from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
 from chargpt.text.source import read_text
 from chargpt.training.adaptive import adaptive_losses
-from chargpt.training.start import deferred_signals
 
 SHOWN = 3  # lines at each end of the ranking
 MAX_SHOWN = 200  # characters of a line: the table cuts it where the terminal ends
@@ -129,17 +127,10 @@ def evaluate(
 
 def measure(run: Run, name: str, chosen: dict[str, Any], caught: list[int]) -> Evaluation:
     """Evaluate a run with a progress bar; a signal ends it, and is appended to `caught`."""
-    with (
-        catch_signals(),
-        deferred_signals(hang_up) as signals,
-        console.show_progress(runs.unit_of(run), f"scored, {name}") as on_progress,
-    ):
-        result = evaluation.evaluate(
-            run, on_progress=on_progress, is_stopped=lambda: bool(signals), **chosen
-        )
-    if signals:
+    with runs.stoppable_progress(runs.unit_of(run), f"scored, {name}", caught) as callbacks:
+        result = evaluation.evaluate(run, **callbacks, **chosen)
+    if caught:
         console.say("the loss is that of the blocks scored so far, a random part of the text")
-    caught += signals
     return result
 
 
@@ -278,4 +269,4 @@ def show_extremes(ranked: list[scoring.Line]) -> None:
     if len(rows) > 2 * SHOWN:
         rows = [*rows[:SHOWN], ["...", "", ""], *rows[-SHOWN:]]
     header = ["bits/char", "line", "distinct lines by surprisal, highest first"]
-    tables.table(header, rows, text_column=len(header) - 1)
+    tables.table(header, rows, text_column=len(header) - 1, clean=console.text_cell)

@@ -1,13 +1,16 @@
 """`chargpt runs` and `verify`: the runs in a folder, and whether one is intact; loading a run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from chargpt.cli import console, options, tables
+from chargpt.cli.main import catch_signals, hang_up
 from chargpt.errors import ChargptError, RunError
 from chargpt.store import verify as checks
 from chargpt.store.listing import RunSummary, list_runs
@@ -15,6 +18,7 @@ from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run, open_run
 from chargpt.text.describe import MIN_REPEATED, find_repeats
 from chargpt.text.source import STDIN
+from chargpt.training.start import deferred_signals
 
 
 def runs(
@@ -155,6 +159,21 @@ def warn_of_own_text(run: Run, path: str, content: str) -> None:
             f"{trained_on}: its loss is lower than that of a new text; chargpt evaluate measures "
             "the validation split"
         )
+
+
+@contextmanager
+def stoppable_progress(unit: str, action: str, caught: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield the `on_progress` and `is_stopped` of work that a signal ends with what there is.
+
+    Its number is appended to `caught`. The other arguments are those of `show_progress`.
+    """
+    with (
+        catch_signals(),
+        deferred_signals(hang_up) as signals,
+        console.show_progress(unit, action) as on_progress,
+    ):
+        yield {"on_progress": on_progress, "is_stopped": lambda: bool(signals)}
+    caught += signals
 
 
 def unit_of(run: Run) -> str:

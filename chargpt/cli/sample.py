@@ -133,14 +133,12 @@ def sample(
     settings = config.sample
     if settings.seed is None:  # chosen here, so that it can be printed
         settings = settings.model_copy(update={"seed": secrets.randbits(32)})
+    caught: list[int] = []  # signals that ended the sampling
     if settings.num_samples == 1 and not json_ and not overlap:
         texts = [print_stream(loaded, settings, policy)]
     else:
         corpus = loaded.corpus() if overlap else None  # an error before the work
-        ends_early = settings.stop or loaded.tokenizer.eos_token  # progress then counts samples
-        unit = "sample" if ends_early else "character"
-        with console.show_progress(unit, "generated") as on_progress:
-            texts = sample_texts(loaded, settings, unknown=policy, on_progress=on_progress)
+        texts = sample_several(loaded, settings, policy, caught)
         report = measure(corpus, texts) if corpus else None
         if json_:
             result = {
@@ -148,7 +146,7 @@ def sample(
                 "prompt": settings.prompt,
                 "continuations": [text.continuation for text in texts],
                 "ended": [text.ended for text in texts],
-                "finished": [text.ended != "length" for text in texts],
+                "finished": [text.is_finished for text in texts],
                 "seed": settings.seed,
                 "run": str(loaded.folder),
                 "step": loaded.step,
@@ -170,6 +168,25 @@ def sample(
             f"{len(texts):,}; a higher -n finishes them"
         )
     say_flaws(texts)
+    if caught:
+        raise Stopped(caught[0])
+
+
+def sample_several(
+    run: Run, settings: SampleConfig, unknown: UnknownPolicy, caught: list[int]
+) -> list[Sample]:
+    """Return samples, with a progress bar; a signal ends them, and is appended to `caught`."""
+    ends_early = settings.stop or run.tokenizer.eos_token  # progress then counts samples
+    unit = "sample" if ends_early else "character"
+    with runs.stoppable_progress(unit, "generated", caught) as callbacks:
+        texts = sample_texts(run, settings, unknown=unknown, **callbacks)
+    if caught:
+        n_stopped = sum(text.ended == "stopped" for text in texts)
+        console.say(
+            f"these are the samples so far: {len(texts):,} of {settings.num_samples:,}, of which "
+            f"{n_stopped:,} are unfinished"
+        )
+    return texts
 
 
 def say_flaws(samples: Sequence[Sample]) -> None:
@@ -374,7 +391,7 @@ def print_stream(
 
 def measure(corpus: Corpus, texts: list[Sample]) -> OverlapReport:
     """Return the overlap of samples, without their prompt, with the training split."""
-    finished = [text for text in texts if text.ended != "length"]
+    finished = [text for text in texts if text.is_finished]
     sampled = [text.continuation for text in texts]
     with console.show_progress("character", "of the training split") as on_progress:
         return measure_overlap(corpus, sampled, finished, on_progress)
@@ -391,7 +408,7 @@ def overlap_json(corpus: Corpus, report: OverlapReport, texts: list[Sample]) -> 
         overlaps.append({"longest": next(iter(values["matches"]), None), **values})
     result: dict[str, Any] = {"overlap": overlaps}
     if corpus.tokenizer.eos_token:  # else a text is no document
-        ended = [text if text.ended != "length" else None for text in texts]
+        ended = [text if text.is_finished else None for text in texts]
         result["new"] = [None if each is None else each not in report.known for each in ended]
         result["copied"] = [None if each is None else each in report.copied for each in ended]
     return result
@@ -407,7 +424,7 @@ def mark(text: str, spans: list[tuple[int, int]]) -> str:
 def print_overlap(corpus: Corpus, report: OverlapReport, texts: list[Sample]) -> None:
     """Print what was found below the samples: documents or lines that are new, and the matches."""
     has_documents = bool(corpus.tokenizer.eos_token)
-    finished = [text for text in texts if text.ended != "length"]
+    finished = [text for text in texts if text.is_finished]
     if has_documents and finished:
         groups = {"sampled": finished, "distinct": set(finished)}
         print_new("documents", groups, report.copied, report.known)

@@ -1,6 +1,7 @@
 """Tables and boxes of text on stdout."""
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from rich import box
@@ -18,16 +19,21 @@ MIN_FIRST = 12  # characters that the first column always has room for
 
 def table(
     columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    rows: Sequence[Sequence[str]],
     *,
     title: str = "",
     text_column: int | None = None,
+    clean: Callable[[str], str] = console.printable,
 ) -> None:
     """Print a table on stdout; all columns but the first are right-aligned, short cells whole.
 
-    `text_column` is the index of one that is left-aligned, and cut if lines would be too long.
+    `text_column` is the index of one that is left-aligned, and cut if lines would be too long;
+    `clean` replaces what it may not hold.
     """
     cells = [[console.printable(cell) for cell in row] for row in rows]
+    if text_column is not None:
+        for cleaned, row in zip(cells, rows, strict=True):
+            cleaned[text_column] = clean(row[text_column])
     widths = [max(map(cell_len, column)) for column in zip(columns, *cells, strict=True)]
     if text_column is not None:
         others = 1 + 2 * len(widths) + sum(widths) - widths[text_column]
@@ -72,6 +78,10 @@ def print_rich(target: Console, content: RenderableType) -> None:
 
 
 def panel(title: str, text: str) -> None:
-    """Print a text in a box on stdout."""
+    """Print a text on stdout: in a box on a terminal, as it is below its title in a file."""
+    if not sys.stdout.isatty():
+        console.out(f"-- {title} --")
+        console.out_text(text, "\n")
+        return
     content = Text(console.printable(text), overflow="fold")
     print_rich(Console(highlight=False), Panel(content, title=Text(console.printable(title))))

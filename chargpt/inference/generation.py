@@ -43,7 +43,8 @@ MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of sequences that are s
 UNIFORMS_CHUNK = 256  # positions whose uniform numbers are computed together
 MIN_TEMPERATURE = 1e-100  # dividing differences of logits by it does not overflow
 
-Ended = Literal["", "length", "stop", "document"]  # why a text has ended, "" if it has not
+# why a text has ended, "" if it has not
+Ended = Literal["", "length", "stop", "document", "stopped"]
 
 
 class Sample(str):
@@ -51,7 +52,8 @@ class Sample(str):
 
     Attributes:
         prompt: its beginning.
-        ended: by its `length`, before a `stop` string, or at the end of a `document`.
+        ended: by its `length`, before a `stop` string, at the end of a `document`, or `stopped`
+            from outside.
     """
 
     prompt: str
@@ -62,6 +64,11 @@ class Sample(str):
         """The text without the prompt."""
         return self[len(self.prompt) :]
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether a stop string or the end of a document has ended it."""
+        return self.ended in ("stop", "document")
+
 
 def sample(
     run: Run | str | Path,
@@ -69,6 +76,7 @@ def sample(
     *,
     unknown: UnknownPolicy | None = None,
     on_progress: Callable[[int, int], object] = lambda *_: None,
+    is_stopped: Callable[[], bool] = lambda: False,
     **changes: object,
 ) -> list[Sample]:
     """Generate texts with a trained model; that of `with_mixture(run)` is its mixture.
@@ -81,6 +89,7 @@ def sample(
         on_progress: called with the number of characters sampled for all texts and their total;
             where a text may end before its length, at a stop string or the end of a document, with
             the number of finished texts and `num_samples`.
+        is_stopped: once it returns True, the texts so far are returned; some may be missing.
         changes: changed settings: `prompt`, `length`, `temperature`, `top_k`, `top_p`, `min_p`,
             `num_samples`, `stop` or `seed`, as in `sample(run, prompt="To be", temperature=0.5)`.
 
@@ -113,8 +122,12 @@ def sample(
                 text.write(piece)
             done = first * chosen.length + min(n_steps, chosen.length) * len(sequence_ids)
             on_progress(first + sum(map(bool, last[0])) if ends_early else done, total)
+            if is_stopped():
+                break
         for text, ended in zip(texts, last[0], strict=True):
-            samples.append(new_sample(chosen.prompt, text.getvalue(), ended))
+            samples.append(new_sample(chosen.prompt, text.getvalue(), ended or "stopped"))
+        if is_stopped():
+            break
     return samples
 
 

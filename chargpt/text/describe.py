@@ -48,6 +48,8 @@ MAX_SEARCHED = 1_000_000_000  # tokens in which passages are searched, the last 
 MIN_REPEATED = 0.05  # fraction of documents or passages
 MANY_REPEATED = 0.25  # of passages: the documentation of a language repeats a fifth by itself
 PASSAGE = 64  # tokens: what texts have in common by chance is shorter
+# tokens of a line, distinct lines: of code and JSON, up to a fifth of them occur anywhere
+MIN_LINE, MIN_LINES = 16, 16
 N_PASSAGES = 256
 # Passages in which so large a fraction of the tokens equals the one so many tokens before, as in
 # blanks and repeated phrases, occur in many texts
@@ -316,32 +318,48 @@ def warn_of_repeats(corpus: Corpus, min_fraction: float = MANY_REPEATED) -> str:
 def find_repeats(corpus: Corpus, tokens: Tokens) -> Repeats:
     """Return how much of a text occurs in the training split.
 
-    That is the fraction of evenly spread passages or, where it is higher, that of whole documents:
-    most of a list are shorter than a passage, and they are shuffled.
+    That is the fraction of evenly spread passages or, where it is higher, that of whole documents
+    or distinct lines: most are shorter than a passage, and they may be shuffled.
 
     Args:
         tokens: of the text, by the corpus's tokenizer, (tokens,).
     """
-    train, eos_token_id = corpus.split("train"), -1
-    found = []
-    if corpus.tokenizer.eos_token:
-        eos_token_id = corpus.tokenizer.eos_token_id
-        if (tokens == eos_token_id).any() and len(train) + len(tokens) <= MAX_COMPARED:
-            found.append(Repeats(*_repeated_documents(train, tokens, eos_token_id), "documents"))
-    unit = f"passages of {PASSAGE} {'tokens' if corpus.tokenizer.has_bytes else 'characters'}"
-    found.append(Repeats(*_repeated_passages(corpus, tokens, eos_token_id), unit))
+    train, tokenizer, found = corpus.split("train"), corpus.tokenizer, []
+    unit = "tokens" if tokenizer.has_bytes else "characters"
+    if len(train) + len(tokens) <= MAX_COMPARED:
+        if tokenizer.eos_token:
+            documents, known = _find_parts(tokens, corpus, tokenizer.eos_token, 1)
+            n_known = sum(document in known for document in documents)
+            found.append(Repeats(n_known, len(documents), "documents"))
+        lines, known = _find_parts(tokens, corpus, tokenizer.eos_token + "\n\r", MIN_LINE)
+        n_lines = len(set(lines))
+        if n_lines >= MIN_LINES and len(known) >= MANY_REPEATED * n_lines:
+            found.append(Repeats(len(known), n_lines, f"lines of {MIN_LINE} {unit} or more"))
+    found.append(Repeats(*_repeated_passages(corpus, tokens), f"passages of {PASSAGE} {unit}"))
     return max(found, key=lambda each: each.fraction)
 
 
-def _repeated_documents(train: Tokens, tokens: Tokens, eos_token_id: int) -> tuple[int, int]:
-    """Return how many documents of a text occur in the training split, and their number."""
-    end, rest = chr(eos_token_id), ""  # ids as code points: nothing is decoded
-    documents = [document for document in codes_to_text(tokens).split(end) if document]
-    wanted, found = set(documents), set[str]()
+def _find_parts(
+    tokens: Tokens, corpus: Corpus, ends: str, min_length: int
+) -> tuple[list[str], set[str]]:
+    """Return the parts of a text between some characters, and which occur in the training split.
+
+    They are strings of ids as code points: nothing is decoded.
+    """
+    ids = [each for each in map(corpus.tokenizer.characters.find, ends) if each >= 0]
+    end, *others = map(chr, ids or [corpus.tokenizer.vocab_size])
+
+    def split(text: str) -> list[str]:
+        for other in others:
+            text = text.replace(other, end)
+        return text.split(end)
+
+    parts = [part for part in split(codes_to_text(tokens)) if len(part) >= min_length]
+    wanted, found, rest, train = set(parts), set[str](), "", corpus.split("train")
     for start in range(0, len(train), CHUNK):
-        *known, rest = (rest + codes_to_text(train[start : start + CHUNK])).split(end)
+        *known, rest = split(rest + codes_to_text(train[start : start + CHUNK]))
         found |= wanted.intersection(known)
-    return sum(document in found for document in documents), len(documents)
+    return parts, found
 
 
 def _fold_blanks(tokens: Tokens, corpus: Corpus) -> Tokens:
@@ -358,7 +376,7 @@ def _fold_blanks(tokens: Tokens, corpus: Corpus) -> Tokens:
     return folded[is_kept]
 
 
-def _repeated_passages(corpus: Corpus, tokens: Tokens, eos_token_id: int) -> tuple[int, int]:
+def _repeated_passages(corpus: Corpus, tokens: Tokens) -> tuple[int, int]:
     """Return how many passages of a text occur in the training split, and their number.
 
     The hashes of the training split are those of the passages that begin at a multiple of 8 bytes:
@@ -373,7 +391,9 @@ def _repeated_passages(corpus: Corpus, tokens: Tokens, eos_token_id: int) -> tup
         return 0, 0
     starts = np.unique(np.linspace(0, len(tokens) - size, N_PASSAGES).astype(np.int64))
     rows = tokens[starts[:, None] + np.arange(size)]  # (passages, size)
-    is_usable = (rows != eos_token_id).all(axis=1)
+    is_usable = np.ones(len(rows), dtype=bool)
+    if corpus.tokenizer.eos_token:
+        is_usable = (rows != corpus.tokenizer.eos_token_id).all(axis=1)
     for period in range(1, MAX_PERIOD + 1):
         is_usable &= (rows[:, period:] == rows[:, :-period]).mean(axis=1) < MAX_PERIODIC
     windows = np.lib.stride_tricks.sliding_window_view(rows[is_usable], PASSAGE, axis=1)
