@@ -249,7 +249,8 @@ class TrainConfig(Settings):
     """Each evaluation in training and at its end scores at most this many tokens of a split, in
     evenly spread blocks."""
     save_every: int = Field(65, ge=1)
-    """Interval of checkpoints; a new best is saved at once."""
+    """Interval of checkpoints, of which there is one a minute as well, if saving takes less than a
+    hundredth of the time; a new best is saved at once."""
     sample_every: int = Field(325, ge=0)
     """Interval of samples printed during training; 0: none."""
     keep_last: int = Field(2, ge=1)
@@ -288,6 +289,9 @@ class OptimConfig(Settings):
         names = ("lr", "matrix_lr") if self.name == "muon" else ("lr",)
         rates = {name: min(getattr(self, name) / 4, getattr(OptimConfig(), name)) for name in names}
         return " ".join(f"-s optim.{name}={rate:g}" for name, rate in rates.items())
+
+
+REPLANNED = ("decay_points", "restarts")  # settings of the schedule that runs change
 
 
 class ScheduleConfig(Settings):
@@ -574,6 +578,10 @@ def merge_settings(
             fixed_keys |= {f"{key}.{name}" for name in value} if isinstance(value, dict) else {key}
         is_merged = isinstance(value, dict) and isinstance(tree.get(key), dict)
         tree[key] = tree[key] | value if is_merged else value
+    train, schedule, key = tree.get("train"), tree.get("schedule"), "train.max_steps"
+    if isinstance(train, dict) and isinstance(schedule, dict) and key in values:
+        for name in REPLANNED if values[key] != train.get("max_steps") else ():
+            schedule.pop(name, None)
     for key, value in values.items():
         set_dotted(tree, key, value)
     # values that are no longer the file's, and the sections that they are in

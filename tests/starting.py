@@ -13,7 +13,7 @@ from chargpt.text.prepare import prepare
 from chargpt.text.source import find_text
 from chargpt.training.budget import plan_run
 from chargpt.training.deadline import Deadline, Pace
-from chargpt.training.resume import resumed_config
+from chargpt.training.resume import changed_config, continued_config
 from chargpt.training.start import Session, start_run
 
 
@@ -37,5 +37,5 @@ def resume(
 ) -> tuple[Checkpoint, Config, list[str]]:
     with collected_notes() as notes:
         saved = folder.load("latest")
-        config = resumed_config(saved, changes, same_command=same_command)
+        config = continued_config(saved, changed_config(saved, changes, same_command=same_command))
     return saved, config, notes

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import Cli, refusal
+from shared_runs import QUICK
 from starting import create_run, pace_of
 
 from chargpt.cli.console import short
@@ -14,6 +15,7 @@ from chargpt.cli.report import show_result
 from chargpt.cli.train import StepView, describe_model, run_steps, show_plan
 from chargpt.config import Config, ModelConfig, TextConfig, load_config
 from chargpt.device import ThreadTuner
+from chargpt.files import dump_yaml
 from chargpt.store.folder import RunFolder
 from chargpt.store.listing import summarize
 from chargpt.store.run import load_run
@@ -265,6 +267,38 @@ def test_the_config_of_a_run_with_a_budget_reproduces_its_losses(verse: Path, cl
     )
     assert len(timed) > 20
     assert {step: repeated[step] for step in timed} == timed
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_for_a_budget(verse: Path, cli: Cli) -> None:
+    assert cli("train", verse, *QUICK, "-s", "schedule.restarts=[[2, 0.3]]", "-o", "run")
+    before = load_run("run").config
+    start = time.perf_counter()
+    done = cli("train", "--resume", "run", "--budget", "6s")
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - start < 12
+    assert "budget  6.0 s: " in done.stderr
+    after = load_run("run", "latest")
+    assert after.step >= before.train.max_steps + 20
+    for step in range(before.train.max_steps):  # the config still repeats the run
+        old, new = (
+            lr_factor_at(step, each.schedule, each.train.max_steps)
+            for each in (before, after.config)
+        )
+        assert new == old
+
+
+def test_another_number_of_steps_drops_what_was_re_planned(tmp_path: Path) -> None:
+    planned = {"train.max_steps": 80, "schedule.restarts": [[70, 0.1]]}
+    config = Config().with_values({**planned, "schedule.decay_points": [[20, 60]]})
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_yaml(config.model_dump(mode="json")))
+    for max_steps in (80, 60, 100):
+        changed = load_config(file, [f"train.max_steps={max_steps}"])
+        schedule = config.schedule if max_steps == 80 else Config().schedule
+        assert (changed.train.max_steps, changed.schedule) == (max_steps, schedule)
+    points = load_config(file, ["train.max_steps=60", "schedule.decay_points=[[9, 50]]"])
+    assert points.schedule.decay_points == ((9, 50),)
 
 
 def test_a_budget_is_rejected_with_several_processes(

@@ -112,7 +112,8 @@ def test_train_without_a_text_uses_the_embedded_one(cli: Cli) -> None:
 def test_a_yaml_file_configures_a_run(verse: Path, cli: Cli) -> None:
     Path("mine.yaml").write_text("model: {kind: bigram}\noptim: {name: adamw, lr: 1e-1}\n")
     assert cli("train", verse, "-c", "mine.yaml", *QUICK).returncode == 0
-    config = load_run("runs/lighthouse-bigram").config
+    assert cli("train", verse, "-c", "runs/lighthouse-mine/config.yaml", *QUICK).returncode == 0
+    config = load_run("runs/lighthouse-bigram").config  # a run's config has no name of its own
     assert config.optim.lr == 0.1
     assert config.text.path == str(verse)
     assert config.device == "cpu"

@@ -65,12 +65,7 @@ REFUSALS = [
     ("train --resume RUN -s train.max_steps=30", 2, "has done all its 40 steps", ""),
     ("train --resume RUN -s seed=3", 2, "seed cannot change", ""),
     ("train --resume RUN -c gpt", 2, "keeps its text and settings", "drop -c"),
-    (
-        "train --resume RUN --budget 9s",
-        2,
-        "keeps its text and settings",
-        "drop --budget",
-    ),
+    ("train --resume RUN --budget 9s -s train.max_steps=9", 2, "both say how long", "drop one"),
     # sample
     ("sample", 2, "no run under runs/", "train one with `chargpt train`"),
     ("sample nowhere", 2, "there is no folder nowhere", "or name another"),

@@ -52,6 +52,16 @@ def test_a_restart_ends_the_schedule_before_it_and_warms_up_to_its_fraction(kind
 
 
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])
+def test_the_decay_after_a_restart_can_be_replanned(kind: str) -> None:
+    schedule = {"kind": kind, "warmup": 4, "restarts": ((100, 0.5),)}
+    before = rates(200, **schedule)
+    after = rates(250, **schedule, decay_points=((149, 200),))
+    assert after[:150] == before[:150]
+    differences = [a - b for a, b in pairwise(after[149:])]
+    assert differences == pytest.approx([before[149] / 101] * 100)
+
+
+@pytest.mark.parametrize("kind", ["wsd", "cosine"])
 def test_the_warmup_is_linear_and_ends_at_the_full_rate(kind: str) -> None:
     values = rates(1000, kind=kind, warmup=9, cooldown=0.5)
     assert values[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])

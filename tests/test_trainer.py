@@ -8,6 +8,7 @@ import os
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +19,13 @@ from starting import create_run, resume
 from chargpt.config import Config, TextConfig, load_config
 from chargpt.errors import DivergedError, OperationError, RunError
 from chargpt.inference.evaluation import Baselines
+from chargpt.store.checkpoint import RunState
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus, Split, block_offsets
 from chargpt.text.prepare import load_corpus
+from chargpt.training import trainer as trainer_module
 from chargpt.training.budget import expected_seconds
 from chargpt.training.deadline import Deadline, Pace
 from chargpt.training.learner import Batches, training_bytes
@@ -293,6 +296,27 @@ def test_a_rollback_undoes_a_later_re_planning_and_is_saved_at_once(
 
 
 FULL = shutil._ntuple_diskusage(10**9, 10**9, 0)
+
+
+def test_a_run_is_saved_every_minute_unless_saving_takes_a_hundredth_of_the_time(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rare = {"train.max_steps": 40, "train.save_every": 1000, "train.evaluate_every": 1000}
+    trainer = start_trainer(tiny_config(**rare), corpus, tmp_path / "run")
+    save, now, saved = trainer.writer.save, [0.0], []
+    monkeypatch.setattr(trainer_module.time, "perf_counter", lambda: now[0])
+
+    def slow_save(config: Config, tokenizer: Any, state: RunState, tensors: Any) -> None:
+        saved.append(state.step)
+        now[0] += 0.1 if state.step < 10 else 2
+        save(config, tokenizer, state, tensors)
+
+    monkeypatch.setattr(trainer.writer, "save", slow_save)
+    for report in trainer.steps():
+        now[0] += 25  # seconds of each step
+        if report.step == 30:  # of which two after step 30 are slow
+            break
+    assert saved == [3, 6, 9, 12, 20, 28]
 
 
 def test_training_continues_while_the_disk_is_full_and_saves_again_afterwards(
@@ -615,12 +639,24 @@ def test_a_run_extended_again_before_its_end_continues_from_its_present_rate(
 ) -> None:
     before = Config().with_values({"train.max_steps": 200, "schedule.restarts": [[100, 0.5]]})
     after = continued(before, 1000, 150)
-    assert after.schedule.restarts == ((100, 0.5), (150, 0.25))
-    assert max(factors(after)[150:]) <= 0.25
-    assert any("no longer repeats the learning rates since step 100" in note for note in notes)
+    assert factors(after)[:150] == factors(before)[:150]
+    assert all(a > b for a, b in pairwise(factors(after)[149:]))
+    assert factors(after)[-1] == pytest.approx(0.25 / 850, rel=0.02)
+    assert notes == []
     early = continued(before, 1000, 80)  # the last restart is yet to come
     assert early == before.with_values({"train.max_steps": 1000})
     assert continued(before, 1000, 195).schedule.restarts == ((100, 0.5), (195, 0.5))
+
+
+def test_more_micro_batches_on_resuming_keep_the_losses(corpus: Corpus, tmp_path: Path) -> None:
+    train(tiny_config(), corpus, tmp_path / "a")
+    train(tiny_config(), corpus, tmp_path / "b", stop_at=5)
+    folder = RunFolder(tmp_path / "b")
+    saved, config, _ = resume(folder, {"train.micro_batches": 2})
+    assert config.train.micro_batches == 2
+    run_steps(Trainer(config, corpus, folder=folder, saved=saved))
+    whole, halves = (np.array(losses(tmp_path / name)) for name in "ab")
+    np.testing.assert_allclose(halves, whole, rtol=1e-4)
 
 
 def test_a_few_steps_more_of_a_very_long_run_have_a_learning_rate() -> None:

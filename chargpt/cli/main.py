@@ -242,7 +242,8 @@ def _describe(error: Exception) -> str:
     if isinstance(error, MemoryError) or any(text in str(error).lower() for text in phrases):
         return (
             "there is not enough memory; lower train.batch_size or raise train.micro_batches, or "
-            "make the model or its block smaller (training: resume a saved run with --resume)"
+            "make the model or its block smaller (training: --resume -s train.micro_batches=2 goes "
+            "on from the last checkpoint with the same batches)"
         )
     if not console.is_silent:
         traceback.print_exception(error)

@@ -117,6 +117,8 @@ def print_result(
     )
     path = shlex.quote(str(session.folder.path))
     more = f" -s train.max_steps={2 * state.step}" if session.trainer.finished else ""
+    if more and session.pace is not None:
+        more = f" --budget {session.pace.deadline.seconds:g}s"
     mixture = " --mixture" if scores.has_better_mixture else ""
     commands = [f"chargpt sample {path}{mixture}", f"chargpt evaluate {path}"]
     if not has_report:

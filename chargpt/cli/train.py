@@ -253,9 +253,10 @@ def run_steps(session: Session) -> None:
             console.say(f"all steps are done and saved in {session.folder.path}")
         elif stop.is_saved:
             console.say(f"stopped at step {trainer.state.step:,} and saved; {resume}")
-        elif trainer.writer.saved_step is not None:
-            console.say(f"{trainer.last_checkpoint}; {resume}")
-        stop.is_reported = stop.is_saved
+        else:
+            again = "train again" if trainer.writer.saved_step is None else resume
+            console.say(f"stopped without saving; {trainer.last_checkpoint}; {again}")
+        stop.is_reported = True
         raise
     say_lost_metrics(session)
 

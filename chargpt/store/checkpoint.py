@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -268,8 +269,10 @@ def _candidates(parent: Path, which: str, skipped: list[str]) -> list[Path]:
     """Return the checkpoints to try in order; add to `skipped` what hides which one is the best."""
     folders = list_checkpoints(parent)[::-1]
     if not folders:
+        run = shlex.quote(str(parent.parent))
         raise RunError(
-            f"{parent.parent} holds no checkpoint yet; train it first, or name another run"
+            f"{parent.parent} holds no checkpoint yet: it is still training, or was ended before "
+            f"its first one; `chargpt train TEXT --out {run}` begins it anew"
         )
     if which == "latest":
         return folders

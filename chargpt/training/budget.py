@@ -4,17 +4,25 @@
 """
 
 import math
+import sys
 import time
 from dataclasses import replace
 
 import numpy as np
 
-from chargpt.config import Config
+from chargpt.config import REPLANNED, Config
 from chargpt.device import ThreadTuner, choose_device, default_threads, measure_threads, synchronize
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.log import logger
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, MIN_MIXTURE_CHARACTERS, Corpus
-from chargpt.training.deadline import MIN_STEPS, Deadline, Pace, mixture_seconds, scoring_seconds
+from chargpt.training.deadline import (
+    INITIAL_FRACTION,
+    MIN_STEPS,
+    Deadline,
+    Pace,
+    mixture_seconds,
+    scoring_seconds,
+)
 from chargpt.training.learner import Learner
 from chargpt.training.planner import MIXTURE_CHARACTERS, Planner
 from chargpt.training.trainer import Trainer
@@ -51,6 +59,7 @@ def plan_run(
         ConfigError: `train.max_steps` is fixed too.
         OperationError: the fewest useful steps would take more than twice the budget.
     """
+    config = config.with_values({f"schedule.{name}": () for name in REPLANNED})
     config = with_mixture_split(config, corpus, deadline, fixed_keys)
     corpus = corpus.with_settings(mixture_characters=config.text.mixture_characters)
     if len(corpus.split("mixture")):
@@ -58,16 +67,41 @@ def plan_run(
         deadline = replace(deadline, scoring_seconds=seconds)
     trials = Trials(corpus)
     pace = Planner(config, corpus, deadline, fixed_keys, trials).plan()
-    token_seconds = trials.measure_scoring()
-    reserved = scoring_seconds(deadline, corpus, pace.config, token_seconds)
-    pace.deadline = replace(deadline, scoring_seconds=reserved)  # re-planning reads it
-    n_scored = min(pace.config.train.evaluation_tokens, len(corpus.split("val")))
-    pace.validation_seconds = token_seconds * n_scored
+    reserve_scoring(pace, trials)
     if config.threads is not None and "threads" not in fixed_keys:
         pace.thread_tuner = ThreadTuner(default_threads())
     # before anything is trained: when a comparison comes to this run, others may have taken longer
     pace.deadline.require(pace.seconds_of(MIN_STEPS))
     return pace.config, corpus, pace
+
+
+def plan_more_steps(config: Config, step: int, corpus: Corpus, deadline: Deadline) -> Pace:
+    """Plan how many steps more a run has time for after `step` steps; they are in `pace.config`.
+
+    Raises:
+        OperationError: the fewest useful steps would take more than twice the budget.
+    """
+    trials = Trials(corpus)
+    speed = trials(config, deadline.remaining / MIN_STEPS)
+    pace = Pace(deadline, config, speed, size_was_chosen=False, step_limit=sys.maxsize)
+    reserve_scoring(pace, trials)
+    fewest = pace.seconds_of(MIN_STEPS)
+    pace.deadline.require(fewest)
+    pace.deadline = pace.deadline.extended_for(fewest)
+    affordable = int(INITIAL_FRACTION * pace.deadline.remaining * speed / config.tokens_per_step)
+    n_steps = max(MIN_STEPS, affordable)
+    pace.config = config.with_values({"train.max_steps": step + n_steps})
+    return pace
+
+
+def reserve_scoring(pace: Pace, trials: "Trials") -> None:
+    """Keep the measured time of scoring after the last step, for re-planning too."""
+    config, corpus = pace.config, trials.corpus
+    token_seconds = trials.measure_scoring()
+    reserved = scoring_seconds(pace.deadline, corpus, config, token_seconds)
+    pace.deadline = replace(pace.deadline, scoring_seconds=reserved)
+    n_scored = min(config.train.evaluation_tokens, len(corpus.split("val")))
+    pace.validation_seconds = token_seconds * n_scored
 
 
 def with_mixture_split(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from chargpt.config import Config
+from chargpt.config import Config, ScheduleConfig
 from chargpt.device import ThreadTuner
 from chargpt.errors import ConfigError, OperationError
 from chargpt.log import logger
@@ -317,14 +317,20 @@ def with_max_steps(config: Config, step: int, max_steps: int) -> Config:
     """
     values: dict[str, object] = {"train.max_steps": max_steps}
     schedule = config.schedule
-    if schedule.kind != "wsd" or not schedule.cooldown:
-        return config.with_values(values)  # there is no decay to re-plan
-    if step <= decay_start(schedule, config.train.max_steps) and not schedule.decay_points:
+    if not has_linear_decay(schedule):
+        return config.with_values(values)
+    is_before = step <= decay_start(schedule, config.train.max_steps)
+    if is_before and not (schedule.decay_points or schedule.restarts):
         values["schedule.cooldown"] = (max_steps - step) / max_steps
     else:
         point = (step - 1, config.train.max_steps)
         values["schedule.decay_points"] = (*schedule.decay_points, point)
     return config.with_values(values)
+
+
+def has_linear_decay(schedule: ScheduleConfig) -> bool:
+    """Return whether the learning rate ends with a decay that can be re-planned."""
+    return bool(schedule.restarts) or (schedule.kind == "wsd" and schedule.cooldown > 0)
 
 
 def next_replan_step(config: Config, step: int) -> int | None:
@@ -333,11 +339,12 @@ def next_replan_step(config: Config, step: int) -> int | None:
     `step` is that of the last re-planning, 0 for none. The result is None when less than an eighth
     of the steps remains, or the schedule has no decay to re-plan, as `cosine` has none.
     """
-    max_steps = config.train.max_steps
-    if config.schedule.kind != "wsd" or not config.schedule.cooldown:
+    max_steps, schedule = config.train.max_steps, config.schedule
+    if not has_linear_decay(schedule):
         return None
-    if step == 0:
-        return max(2, decay_start(config.schedule, max_steps))
+    begins = max(2, decay_start(schedule, max_steps))
+    if step < begins and not schedule.restarts:
+        return begins
     remaining = max_steps - step
     is_enough = remaining > max(1, MIN_REMAINING_FRACTION * max_steps)
     return step + remaining // 2 if is_enough else None

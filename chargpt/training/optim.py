@@ -7,7 +7,7 @@ Shapes in this file: N = stacked matrices, R x C = their shape, R <= C.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -209,7 +209,7 @@ def lr_factor_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
     re-planned at each of `decay_points`. With `cosine` it falls to a tenth along a half cosine
     (Loshchilov and Hutter 2017, section 3, one cycle). Both end at `max_steps`, or at the first of
     `restarts`. After each restart the factor warms up to the restart's fraction and decays linearly
-    towards 0 at the next one or the end.
+    towards 0 at the next one or the end, re-planned like the decay of `wsd`.
     """
     start, peak = 0, 1.0
     for at, fraction in schedule.restarts:
@@ -218,29 +218,31 @@ def lr_factor_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
             break
         start, peak = at, fraction
     warmup = min(1.0, (step - start + 1) / (schedule.warmup + 1))
-    if start:
-        return peak * min(warmup, (max_steps - step) / (max_steps - start))
-    if schedule.kind == "cosine":
+    if schedule.kind == "cosine" and not start:
         span = max(1, max_steps - schedule.warmup)
         progress = min(1.0, max(0, step - schedule.warmup) / span)
         amplitude = (1 - COSINE_FLOOR) / 2
         return warmup * (COSINE_FLOOR + amplitude * (1 + math.cos(math.pi * progress)))
-    return min(warmup, _decay_factor(step, schedule, max_steps))
+    points = [point for point in schedule.decay_points if start <= point[0] < max_steps]
+    decay = _decay_factor(step, start or decay_start(schedule, max_steps) - 1, points, max_steps)
+    return peak * min(warmup, decay)
 
 
 def decay_start(schedule: ScheduleConfig, max_steps: int) -> int:
     """Return the number of steps before the decay of `wsd` begins."""
-    planned = schedule.decay_points[0][1] if schedule.decay_points else max_steps
+    planned = next((end for until, end in schedule.decay_points if until < max_steps), max_steps)
     return planned - round(schedule.cooldown * planned)
 
 
-def _decay_factor(step: int, schedule: ScheduleConfig, max_steps: int) -> float:
-    """Return the factor of `wsd` without its warmup."""
-    factor, start = 1.0, decay_start(schedule, max_steps) - 1
+def _decay_factor(
+    step: int, start: int, points: Sequence[tuple[int, int]], max_steps: int
+) -> float:
+    """Return the factor of a linear decay that begins after step `start`."""
     if step <= start:
         return 1.0
+    factor = 1.0
     # each pair is a straight line towards zero at `end`, followed up to the step `until`
-    for until, end in (*schedule.decay_points, (max_steps, max_steps)):
+    for until, end in (*points, (max_steps, max_steps)):
         if step <= until:
             return factor * (end - step) / (end - start)
         factor *= (end - until) / (end - start)

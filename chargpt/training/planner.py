@@ -24,7 +24,6 @@ from typing import Any
 
 from chargpt.config import Config
 from chargpt.device import choose_device, memory_limit
-from chargpt.errors import ConfigError
 from chargpt.log import logger
 from chargpt.models import count_parameters
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
@@ -232,13 +231,8 @@ class Planner:
         """Return the run of the size with the lowest predicted loss, if the size is free.
 
         Raises:
-            ConfigError: `train.max_steps` is fixed too.
             OperationError: the fewest useful steps would take more than twice the budget.
         """
-        if "train.max_steps" in self.fixed_keys:
-            raise ConfigError(
-                "--budget and train.max_steps both say how long to train; drop one of them"
-            )
         config = self.config
         may_choose = config.model.kind == "gpt" and config.train.from_run is None
         if size_was_chosen := may_choose and SIZE_KEYS.isdisjoint(self.fixed_keys):

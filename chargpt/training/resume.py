@@ -23,9 +23,9 @@ from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
 from chargpt.text.source import STDIN, find_text
-from chargpt.training.budget import expected_seconds
+from chargpt.training.budget import expected_seconds, plan_more_steps
 from chargpt.training.optim import decay_start, lr_factor_at
-from chargpt.training.start import Request, Session, StartMode
+from chargpt.training.start import Request, Session, StartMode, deadline_of
 from chargpt.training.trainer import Trainer
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
@@ -36,7 +36,7 @@ ENDED = 0.95  # fraction of the steps from which a decay that has begun counts a
 RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (  # and names in _every; `text_of_run` compares the text of the same command
     *("train.max_steps", "train.patience", "train.keep_last", "train.max_rollbacks"),
-    "schedule.restarts",
+    *("train.micro_batches", "schedule.restarts"),
     *(*RATES, "device", "dtype", "threads"),
 )
 
@@ -56,7 +56,12 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
             )
         saved = without_missing_best(saved)
         corpus = text_of_run(folder, saved, request, on_progress)
-        config = resumed_config(saved, changes, same_command=same_command)
+        config, pace = changed_config(saved, changes, same_command=same_command), None
+        if request.budget is not None and not same_command:
+            deadline = deadline_of(request.budget, request.started, changes)
+            pace = plan_more_steps(config, saved.state.step, corpus, deadline)
+            config = pace.config
+        config = continued_config(saved, config)
         group = init_process_group(choose_device(config.device)[0])
         baselines = Baselines(corpus) if group.is_main else None
         base_run = None
@@ -83,11 +88,13 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
             )
         step = saved.state.step
         logger.info(f"resuming {folder.path} from step {step:,}")
-        if step and config.device == saved.config.device:  # with validation, saving and samples
+        if pace is not None:
+            pace.config, seconds = trainer.config, pace.deadline.remaining
+        elif step and config.device == saved.config.device:  # with validation, saving and samples
             seconds = (config.train.max_steps - step) * saved.state.seconds / step
         else:
             seconds = expected_seconds(trainer)
-        yield Session(trainer, folder, baselines, seconds, resumed_at=step)
+        yield Session(trainer, folder, baselines, seconds, pace, resumed_at=step)
 
 
 def without_missing_best(saved: Checkpoint) -> Checkpoint:
@@ -148,10 +155,10 @@ def text_of_run(
     return corpus
 
 
-def resumed_config(
+def changed_config(
     saved: Checkpoint, changes: Mapping[str, object], *, same_command: bool = False
 ) -> Config:
-    """Return the config to continue a run with; log what the changes mean for it.
+    """Return the config of a run with changed settings, and what this machine has.
 
     Args:
         saved: the checkpoint to continue from.
@@ -161,7 +168,6 @@ def resumed_config(
             stay as they are, and the caller compares the text.
 
     Raises:
-        FinishedError: all steps are done, or the run stopped early.
         ConfigError: a change would make it another run.
     """
     changes = {
@@ -177,16 +183,23 @@ def resumed_config(
             raise ConfigError(
                 f"{key} cannot change when a run is resumed; drop it, or start a new run with --out"
             )
+    return _on_this_machine(saved.config.with_values(changes), saved, changes)
+
+
+def continued_config(saved: Checkpoint, config: Config) -> Config:
+    """Return the changed config with its schedule; log what the changes mean for the run.
+
+    Raises:
+        FinishedError: all steps are done, or the run stopped early.
+    """
     state, run = saved.state, saved.folder.parent.parent
-    config = saved.config.with_values(changes)
     if config.optim != saved.config.optim:
         logger.warning(
             f"the learning rates change at step {state.step:,}: the run can no longer be "
             "reproduced from its config alone"
         )
     config = continue_schedule(saved.config, config, state.step)
-    config = _on_this_machine(config, saved, changes)
-    if state.stopped_early and "train.patience" not in changes:
+    if state.stopped_early and config.train.patience == saved.config.train.patience:
         raise FinishedError(
             f"{run} stopped early at step {state.step}, as its validation loss no longer fell; let "
             "it go on with -s train.patience=null"
@@ -219,10 +232,10 @@ def _on_this_machine(config: Config, saved: Checkpoint, changes: Mapping[str, ob
 def continue_schedule(before: Config, after: Config, step: int) -> Config:
     """Return the config with a schedule for its new number of steps.
 
-    With `wsd`, a decay that has begun continues from its present rate to the new end, and so does
-    that after a restart. At or near the end of the run the rates warm up to a fraction of their
-    peak and decay again (benchmarks/LOG.md). Otherwise the rates follow the schedule for the new
-    number of steps. If they rise, that is logged.
+    A linear decay that has begun continues from its present rate to the new end. At or near the end
+    of the run the rates warm up to a fraction of their peak and decay again (benchmarks/LOG.md).
+    Otherwise the rates follow the schedule for the new number of steps. If they rise, that is
+    logged.
 
     Args:
         before: of the run so far.
@@ -241,17 +254,12 @@ def continue_schedule(before: Config, after: Config, step: int) -> Config:
     last = lr_factor_at(min(step, old - 1), schedule, old)
     following = lr_factor_at(step, schedule, new)
     rises = following > NOTED_RISE * last
-    restart = None  # fraction of the peak
-    if is_decaying and not schedule.restarts:  # the rates of the steps done stay as they are
+    if is_decaying:  # the rates of the steps done stay as they are
         points = (*schedule.decay_points, (step - 1, old))
         after = after.with_values({"schedule.decay_points": points})
-    elif is_decaying:  # only the decay before restarts can be re-planned
-        restart = last
-        logger.warning(
-            f"the config no longer repeats the learning rates since step {decay_begins:,} exactly"
-        )
-    if is_over:
-        restart = min(MAX_RESTART, RESTART * math.sqrt((new - step) / step)) if rises else None
+    restart = None  # fraction of the peak
+    if is_over and rises:
+        restart = min(MAX_RESTART, RESTART * math.sqrt((new - step) / step))
     if rises and (is_over or not is_decaying):
         peak = following if restart is None else max(MIN_RESTART, restart)
         logger.warning(

@@ -6,7 +6,7 @@ request -> settings -> text -> plan -> baselines -> trainer -> run folder -> ste
 import itertools
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -96,7 +96,7 @@ class Request:
         Raises:
             ConfigError: an argument applies only to a new run.
         """
-        given = {"-c": self.config, "--budget": self.budget, "the text": self.text}
+        given = {"-c": self.config, "the text": self.text}
         if self.out is not None:  # else the path is that of the run
             given["the path"] = self.path
         if names := " and ".join(name for name, value in given.items() if value is not None):
@@ -125,7 +125,7 @@ class Request:
         The keys are those of the settings that planning must not change.
 
         Raises:
-            ConfigError: it is not a duration, or several processes would have to agree on it.
+            ConfigError: as for `deadline_of`.
         """
         duration, (_, fixed_keys) = self.budget, self.resolved
         sections = {key.partition(".")[0] for key in fixed_keys - {"train.from_run"}}
@@ -134,11 +134,27 @@ class Request:
             duration = DEFAULT_BUDGET
         if duration is None:
             return None, fixed_keys
-        if world_size() > 1:
-            raise ConfigError("--budget plans for one process; give train.max_steps instead")
         if "train.max_steps" not in self.settings:  # of a config: the budget takes precedence
             fixed_keys -= {"train.max_steps"}
-        return Deadline.from_budget(parse_duration(duration), self.started), fixed_keys
+        return deadline_of(duration, self.started, fixed_keys), fixed_keys
+
+
+def deadline_of(
+    budget: str | float, started: float | None, fixed_keys: Collection[str]
+) -> Deadline:
+    """Return the deadline of a budget that began at `started`.
+
+    Raises:
+        ConfigError: it is not a duration, `train.max_steps` is fixed too, or several processes
+            would have to agree on it.
+    """
+    if "train.max_steps" in fixed_keys:
+        raise ConfigError(
+            "--budget and train.max_steps both say how long to train; drop one of them"
+        )
+    if world_size() > 1:
+        raise ConfigError("--budget plans for one process; give train.max_steps instead")
+    return Deadline.from_budget(parse_duration(budget), started)
 
 
 @dataclass
@@ -257,7 +273,8 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
         config = finetune.config_from_base_run(base_run, config, fixed_keys)
     config = with_measured_threads(config)
     source = find_text(config.text, request.text)
-    name = f"{slug(source.name)}-{config.model.kind}"
+    label = slug(request.config or "config")  # that of a run is named so, which says nothing
+    name = f"{slug(source.name)}-{config.model.kind if label == 'config' else label}"
     with (
         output_folder(request.out, name) as path,
         RunFolder(path).locked(is_new=True) as folder,

@@ -35,6 +35,8 @@ from chargpt.training.writer import RunWriter
 METRICS_EVERY = 10  # steps between writes of the metrics
 METRICS_SECONDS = 0.5  # least time between two writes on a GPU, where reading them synchronises
 SPEED_SECONDS = 1.0  # over which the speed is measured
+# training time that a crash may cost, in seconds and in times that saving takes (under a hundredth)
+SAVE_SECONDS, SAVE_RATIO = 60, 100
 
 
 @dataclass
@@ -109,6 +111,8 @@ class Trainer:
         self.state = RunState(step=0)
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # metrics still on the device
         self.metrics_written = -math.inf  # time
+        self.saved_at = math.inf  # time; `steps` sets it
+        self.saving_seconds = 0.0  # for which the last save kept the training waiting
         self.last_loss: float | None = None  # of the last step whose loss was read
         self.last_validation: StepReport | None = None
         self.config_is_unsaved = False
@@ -141,7 +145,8 @@ class Trainer:
             OperationError: the last checkpoint, also that of a stop, could not be written.
         """
         self.started = time.perf_counter() - self.state.seconds
-        self.speed_since = self.state.step, time.perf_counter()
+        self.saved_at = time.perf_counter()
+        self.speed_since = self.state.step, self.saved_at
         if pace is not None:
             pace.start(self.config, self.state.step)
         had_disk_error = False
@@ -212,11 +217,20 @@ class Trainer:
             self.write_metrics()
         if self._is_due(train.evaluate_every):
             self.validate(report)
-        if report.is_best or self.config_is_unsaved or self._is_due(train.save_every):
+        is_due = report.is_best or self.config_is_unsaved or self._is_due(train.save_every)
+        if is_due or self._is_long_unsaved():
             self._save(report)
         if train.sample_every and self._is_due(train.sample_every):
             self._sample(report)
         return report
+
+    def _is_long_unsaved(self) -> bool:
+        """Return, the same on all ranks, whether to save for the time since the last save."""
+        if self.group.world_size > 1 and not self._is_due(METRICS_EVERY):
+            return False
+        waited = time.perf_counter() - self.saved_at
+        is_long = waited >= max(SAVE_SECONDS, SAVE_RATIO * self.saving_seconds)
+        return self.group.all_reduce_any(is_long and self.folder is not None)
 
     def _may_synchronize(self) -> bool:
         """Return, the same on all ranks, whether the metrics may be read from the device now."""
@@ -353,6 +367,7 @@ class Trainer:
 
         From a GPU it is written in the background. Raises what `save` does.
         """
+        began = time.perf_counter()
         self._finish_saving()
         self.write_metrics()
         state = self.state
@@ -377,6 +392,8 @@ class Trainer:
         )
         tensors, tokenizer = self.learner.state_dicts(), self.corpus.tokenizer
         self.writer.save(self.config, tokenizer, state, tensors)
+        self.saved_at = time.perf_counter()
+        self.saving_seconds = self.saved_at - began
 
     def _finish_saving(self) -> None:
         """Wait for the checkpoint that is being written."""
