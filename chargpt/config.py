@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -33,14 +33,40 @@ from chargpt.files import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml
 
 RESERVED = tuple("%@`#*,]}")  # no YAML value begins with these
 MAX_PROBLEMS = 20  # listed in one message
-NANOGPT_NAMES = {  # settings of nanoGPT, and what they are called here
-    "learning_rate": "optim.lr",
-    "max_iters": "train.max_steps",
-    "eval_interval": "train.evaluate_every",
-    "eval_iters": "train.evaluation_tokens",
-    "gradient_accumulation_steps": "train.micro_batches",
-    "grad_clip": "train.clip_norm",
-    "warmup_iters": "schedule.warmup",
+# What words of other tools mean here: the name of an option, keyword or setting, with the value if
+# it is not the one given, or a sentence with such names in braces; the first of several (|) that
+# applies.
+OTHER_NAMES = {
+    word: meant
+    for words, meant in {
+        "batch": "train.batch_size",
+        "context context_length seq_len": "model.block_size",
+        "cpu": "device=cpu",
+        "cuda gpu": "device=cuda",
+        "dim d_model embd hidden_size": "model.n_embd",
+        "epochs num_epochs num_train_epochs": "there are no epochs: give {train.max_steps=500} or "
+        "{budget=10m}",
+        "eval_interval": "train.evaluate_every",
+        "eval_iters": "train.evaluation_tokens",
+        "grad_clip": "train.clip_norm",
+        "gradient_accumulation_steps": "train.micro_batches",
+        "heads num_heads": "model.n_head",
+        "iters iterations max_iters num_steps steps": "train.max_steps",
+        "layers num_layers": "model.n_layer",
+        "learning_rate": "optim.lr",
+        "length_penalty": "there is no length penalty: {sample.length=300} gives the length",
+        "max_length max_new_tokens max_tokens tokens": "sample.length",
+        "model": "config|give the run as the first argument",
+        "n": "num_samples",
+        "nsamples num_return_sequences": "sample.num_samples",
+        "output output_dir out_dir": "out|the result goes to standard output: add > FILE",
+        "prefix start": "sample.prompt",
+        "repetition_penalty": "there is no repetition penalty: {sample.temperature=1} repeats less",
+        "temp": "sample.temperature",
+        "v verbose": "progress=true|there is no verbose mode: all messages are printed",
+        "warmup_iters warmup_steps": "schedule.warmup",
+    }.items()
+    for word in words.split()
 }
 NOT_SEPARATORS = ("line", "file", "none", "null", "paragraph")  # singular; typed as if choices
 REWORDED = {  # in pydantic's messages
@@ -463,8 +489,11 @@ def describe_unknown_key(key: str) -> str:
     section, _, last = key.rpartition(".")
     if key in known:
         return f"; write {last} on a separate line, indented under `{section}:`"
-    if last in NANOGPT_NAMES:
-        return f"; did you mean {NANOGPT_NAMES[last]}?"
+    meant = OTHER_NAMES.get(last, "")
+    if meant.partition("=")[0] in known:
+        return f"; did you mean {meant}?"
+    if " " in meant and "|" not in meant:
+        return f"; {right_form(last, '', ('set', 'budget'))}"
     inside = [name for name in known if name.startswith(f"{section}.")]
     for names in (inside, known):
         by_name = {name.split(".")[-1]: name for name in names}
@@ -472,6 +501,54 @@ def describe_unknown_key(key: str) -> str:
         if near := longer or difflib.get_close_matches(last, by_name):
             return f"; did you mean {by_name[near[0]]}?"
     return "; the keys are " + ", ".join(inside) if inside else "; `chargpt config` lists all"
+
+
+def right_form(word: str, value: object, names: Collection[str], *, is_python: bool = False) -> str:
+    """Return what an unknown option or keyword is here: "--lr 0.1 is -s optim.lr=0.1", or "".
+
+    Args:
+        word: an option with its dashes, or a keyword.
+        value: what was given for it; of an option a word of the shell, "" if there is none.
+        names: of the options, without dashes and with _ for -, or of the keywords. Those named
+            `set` and `settings` take any setting.
+        is_python: whether to write keywords instead of options.
+    """
+
+    def write(meant: str) -> str:
+        name, chosen = parse_override(meant) if "=" in meant else (meant, value)
+        last = name.rpartition(".")[2]
+        if last in names:
+            return f"{last}={chosen!r:.60}" if is_python else f"--{last.replace('_', '-')} {chosen}"
+        if name not in keys or not {"set", "settings"} & set(names):
+            return ""
+        written = f"settings={{{name!r}: {chosen!r:.60}}}"
+        return written if is_python else f"-s {name}={chosen or 'VALUE'}"
+
+    keys = [key for key, each in Config().flatten().items() if not isinstance(each, dict)]
+    by_last = {key.rpartition(".")[2]: key for key in reversed(keys)}  # of two, the first
+    by_last |= OTHER_NAMES | {name: name for name in names}
+    plain = word.lstrip("-").replace("-", "_").lower().rpartition(".")[2]
+    near = most_similar(plain, by_last) or ""
+    for meant in by_last.get(near, "").split("|"):
+        is_sentence = " " in meant
+        forms = {each: write(each) for each in re.findall("{(.*?)}", meant)}
+        if is_sentence and all(forms.values()):
+            for each, form in forms.items():
+                meant = meant.replace(f"{{{each}}}", form)
+            return meant
+        if not is_sentence and (form := write(meant).rstrip()):
+            given = f"{word}={value!r:.60}" if is_python else word
+            given += f" {value}" if value and not is_python and "=" not in meant else ""
+            return f"{given} is {form}" if near == plain else f"{given}: did you mean {form}?"
+    return ""
+
+
+def reject_keywords(given: Mapping[str, object], known: Collection[str]) -> None:
+    """Raise ConfigError for a keyword that is not known, with what it is here."""
+    for name, value in given.items():
+        if name not in known:
+            form = right_form(name, value, known, is_python=True)
+            raise ConfigError(form or f"{name} is not an argument; there are {', '.join(known)}")
 
 
 def validate(

@@ -95,6 +95,32 @@ def test_an_interrupt_lets_the_step_end_saves_and_can_be_resumed(
         assert torch.equal(weight, resumed.model.state_dict()[name])
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "sentence"),
+    [
+        ("train", {"lr": 0.1}, "lr=0.1 is settings={'optim.lr': 0.1}"),
+        ("train", {"seed": 3}, "seed=3 is settings={'seed': 3}"),
+        ("train", {"gpu": 0}, "gpu=0 is device='cuda'"),
+        ("train", {"verbose": True}, "verbose=True is progress=True"),
+        ("train", {"bugdet": "3m"}, "bugdet='3m': did you mean budget='3m'?"),
+        (
+            "train",
+            {"epochs": 3},
+            "there are no epochs: give settings={'train.max_steps': 500} or budget='10m'",
+        ),
+        ("sample", {"n": 3}, "n=3 is num_samples=3"),
+        ("sample", {"max_new_tokens": 9}, "max_new_tokens=9 is length=9"),
+        ("stream", {"temp": 1}, "temp=1 is temperature=1"),
+    ],
+)
+def test_a_keyword_of_other_tools_is_rejected_with_the_one_here(
+    name: str, given: dict[str, Any], sentence: str, trained: Path
+) -> None:
+    with pytest.raises(ConfigError) as rejected:
+        getattr(chargpt, name)(trained, **given)
+    assert str(rejected.value) == sentence
+
+
 @pytest.mark.parametrize("disk_is_full", [False, True])
 def test_an_interrupt_in_the_last_step_says_what_is_saved(
     disk_is_full: bool, verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -383,7 +409,7 @@ def test_pieces_are_streamed_as_they_are_sampled(tiny_run: chargpt.Run) -> None:
     assert "The " + first + "".join(pieces) == text
     pieces = chargpt.stream(tiny_run, prompt="The ", length=20, seed=1, stop=[text[10:12]])
     assert all(pieces)  # none while a stop string is unfinished, nor one at it
-    with pytest.raises(ConfigError, match=r"sample\.heat is not a setting"):
+    with pytest.raises(ConfigError, match=r"heat is not an argument; there are prompt, length, "):
         chargpt.stream(tiny_run, heat=1)
 
 

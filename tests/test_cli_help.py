@@ -4,6 +4,7 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import REPOSITORY, Cli, run_python
@@ -11,11 +12,19 @@ from shared_runs import QUICK
 
 from chargpt.cli import console
 from chargpt.cli import main as main_module
-from chargpt.cli.main import COMMANDS, HELP_COLUMNS, HELP_PAGES, help_page
+from chargpt.cli.main import (
+    COMMANDS,
+    HELP_COLUMNS,
+    HELP_PAGES,
+    help_page,
+    load_command,
+    page_command,
+)
 
 
-def test_help_and_lists_of_texts_import_nothing_heavy(tmp_path: Path) -> None:
+def test_help_lists_of_texts_and_usage_errors_import_nothing_heavy(tmp_path: Path) -> None:
     lines = ["--help", "sample -h", *(f"{command} --help" for command in COMMANDS)]
+    refused = ["data list", "eval x", "export .", "export --lr 1", "train --lr 1", "train a b"]
     code = (
         "import sys\n"
         "from chargpt.cli.main import run\n"
@@ -24,14 +33,16 @@ def test_help_and_lists_of_texts_import_nothing_heavy(tmp_path: Path) -> None:
         "    try: run()\n"
         "    except SystemExit: pass\n"
         "print(sorted({'torch', 'numpy', 'yaml', 'matplotlib'} & set(sys.modules)))\n"
-        "sys.argv = ['chargpt', 'data', 'list']\n"
-        "try: run()\n"
-        "except SystemExit: print('torch' in sys.modules)"
+        f"for line in {refused}:\n"
+        "    sys.argv = ['chargpt', *line.split()]\n"
+        "    try: run()\n"
+        "    except SystemExit as left: print(left.code)\n"
+        "print('torch' in sys.modules)"
     )
     done = run_python(code, tmp_path)
     assert done.stdout.count("Usage: chargpt ") == len(lines)
     assert "\n[]\n" in done.stdout
-    assert done.stdout.endswith("\nFalse\n")
+    assert done.stdout.endswith("\n0\n2\n2\n2\n2\n2\nFalse\n")
 
 
 def test_the_help_pages_are_those_of_the_commands(
@@ -50,6 +61,36 @@ def test_the_help_pages_are_those_of_the_commands(
         assert f"`chargpt {command}" in written or "COMMAND [ARGS]" in written, "an example"
     monkeypatch.setattr("chargpt.cli.console.terminal_width", lambda _: 60)
     assert cli("train", "--help").stdout.split() == page("train").split()
+
+
+def test_a_help_page_parses_as_its_command_does() -> None:
+    def parameters(command: Any) -> set[tuple[object, ...]]:
+        return {
+            (
+                frozenset(each.opts) if is_option else each.metavar or each.name,
+                *each.secondary_opts,
+                is_option and each.is_flag,
+                each.nargs,
+                each.required,
+            )
+            for each in command.params
+            for is_option in [each.param_type_name == "option"]
+        }
+
+    for name in COMMANDS:
+        read, command = page_command(name), load_command(name)
+        assert getattr(read, "commands", {}).keys() == getattr(command, "commands", {}).keys()
+        assert hasattr(command, "commands") or parameters(read) == parameters(command)
+    words = ["-p", "--", "-n5", "--temperature=-1", "--seed", "-1", "--", "-x"]
+    context = page_command("sample").make_context("sample", words)
+    given = {each.opts[-1]: context.params[each.name] for each in context.command.params}
+    assert given.pop("p0") == "-x"
+    assert [given[f"--{name}"] for name in ("prompt", "length", "temperature", "seed")] == [
+        "--",
+        "5",
+        "-1",
+        "-1",
+    ]
 
 
 def test_no_arguments_show_the_help_and_version_is_printed(cli: Cli) -> None:

@@ -160,13 +160,14 @@ def test_interactive_sampling_continues_each_line(
     assert len(fourth.removesuffix("\n")) == len("The Ω end") + 5
 
 
-def test_interactive_sampling_takes_paths_as_text_and_ends_at_quit(
+def test_interactive_sampling_begins_with_the_prompt_takes_paths_as_text_and_ends_at_quit(
     trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed = '/length 3\n/temperature 0\n/stop "\\n"\n/etc/apt the\n/quit\nThe sea\n'
     monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-    done = cli("sample", trained, "-i", "--unknown", "skip")
+    done = cli("sample", trained, "-i", "-n", "2", "-p", "The li", "--unknown", "skip")
     assert done.returncode == 0, done.stderr
+    assert len(done.stdout.partition("\n> ")[0].removeprefix("The li")) == 2
     assert 'stop is ["\\n"]' in done.stderr
     assert "there is no setting" not in done.stderr
     assert "The sea" not in done.stdout

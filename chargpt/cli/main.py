@@ -1,15 +1,20 @@
 """The command line: a table of commands, and errors and signals as an exit code.
 
 A command's module, with torch and the rest, is imported when the command is called. `--help` of the
-program and of a command answer at once: the latter is a page that was written beforehand.
+program and of a command answer at once: the latter is a page that was written beforehand. Its
+options and arguments are those of the command, so that others are rejected without the import.
 
 INT, TERM and HUP end a command at once, by `Stopped`. While a run trains,
 `training.start.deferred_signals` replaces their handler.
 """
 
 import gc
+import inspect
 import io
+import itertools
 import os
+import re
+import shlex
 import signal
 import sys
 import textwrap
@@ -48,6 +53,23 @@ MODULES = {  # in `chargpt.cli`; else named like the command
     "score": "evaluate",
     "verify": "runs",
 }
+OTHER_COMMANDS = {  # of other tools, and what they are here; {}: the words that follow
+    word: meant
+    for words, meant in {
+        "chat interactive": "sample --interactive {}",
+        "download fetch": "data get {}",
+        "eval test": "evaluate {}",
+        "fine-tune finetune": "train TEXT --from RUN",
+        "generate predict": "sample {}",
+        "help": "{} --help",
+        "info": "data info {}",
+        "init": "train {}",
+        "list ls": "runs {}",
+        "resume": "train --resume {}",
+        "version": "--version",
+    }.items()
+    for word in words.split()
+}
 SETTINGS: dict[str, Any] = {
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
@@ -79,22 +101,117 @@ def load_command(name: str) -> Any:
     return typer.main.get_command(app)
 
 
+def page_command(name: str) -> Any:
+    """Return a click command with the parameters, or subcommands, that a help page lists.
+
+    It parses as the command does, but accepts any value and surplus arguments.
+    """
+    page = help_page(name).read_text(encoding="utf-8")
+    usage, _, listed = page.partition("\nOptions:\n")
+    app = typer.Typer(add_completion=False, no_args_is_help=True, **SETTINGS)
+    for subcommand in re.findall(r"(?m)^  (\w+)", listed.partition("\nCommands:\n")[2]):
+        app.command(subcommand)(lambda: None)
+    if app.registered_commands:
+        return typer.main.get_command(app)
+    parameters: list[inspect.Parameter] = []
+
+    def add(default: Any, kind: Any) -> None:
+        name, how = f"p{len(parameters)}", inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, how, default=default, annotation=kind))
+
+    arguments = usage.split("\n")[0].partition("[OPTIONS]")[2]
+    for bracket, metavar, dots in re.findall(r"([\[{])(\S+)[\]}](\.\.\.)?", arguments):
+        default = typer.Argument(... if bracket == "{" else None, metavar=metavar)
+        add(default, list[str] | None if dots else str | None)
+    for flags, metavar in re.findall(r"(?m)^  (-\S+(?:(?: /)? -\S+)*)(?: (\S+))?", listed):
+        if "--help" not in flags:
+            names = flags.replace(" / ", "/").split(", ")
+            add(typer.Option(None, *names), str | None if metavar else bool | None)
+
+    def command(**_: object) -> None: ...
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    app.command(name, context_settings={"allow_extra_args": True})(command)
+    return typer.main.get_command(app)
+
+
 class LazyGroup(TyperGroup):
     """A group that imports a command when it is called, not when it is listed."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if not ctx.resilient_parsing and args[0] not in COMMANDS:
+            reject_command(ctx, args)
         name, _, remaining = super().resolve_command(ctx, args)
-        if name and remaining[:1] in (["--help"], ["-h"]):
-            show_help_page(name)
+        if name and not ctx.resilient_parsing and help_page(name).exists():
+            check_usage(ctx, name, remaining)
         return name, name and load_command(name), remaining
 
 
-def show_help_page(command: str) -> None:
-    """Print a command's help page and exit, if there is one and the terminal is wide enough."""
-    page = help_page(command)
-    if page.exists() and console.terminal_width(sys.stdout) >= HELP_COLUMNS:
-        console.out(page.read_text(encoding="utf-8").rstrip())
-        raise typer.Exit
+def reject_command(context: Any, words: list[str]) -> None:
+    """Raise if a command is one of other tools, or a text or a run in its place."""
+    meant = OTHER_COMMANDS.get(words[0])
+    following = shlex.join(words[1:])
+    if meant is None and os.path.exists(words[0]):
+        is_run = os.path.isdir(os.path.join(words[0], "checkpoints"))
+        meant, following = "sample {}" if is_run else "train {}", shlex.join(words)
+    if meant:
+        form = f"chargpt {meant.format(following)}".strip()
+        context.fail(f"No such command {words[0]!r}: it is `{form}`")
+
+
+def check_usage(parent: Any, name: str, words: list[str]) -> None:
+    """Raise if options, arguments or the subcommand are not those of a command's help page.
+
+    Print the page and exit if it is asked for, and the terminal is wide enough.
+    """
+    command = page_command(name)
+    is_group = isinstance(command, TyperGroup)
+    if words[:1] in (["--help"], ["-h"]) or (is_group and not words):
+        if console.terminal_width(sys.stdout) >= HELP_COLUMNS:
+            console.out(help_page(name).read_text(encoding="utf-8").rstrip())
+            raise typer.Exit
+        return
+    if {"--help", "-h"} & set(words):
+        return
+    context = command.make_context(name, list(words), parent=parent)
+    if is_group:
+        if words[0] not in command.commands and os.path.exists(words[0]):
+            names = ", ".join(command.commands)
+            context.fail(f"No such command {words[0]!r}: one of {names} comes before it")
+        command.resolve_command(context, words)
+    elif context.args:
+        extra = textwrap.shorten(" ".join(context.args), 80, placeholder=" ...")
+        remedy = extra_remedy(name, context, words)
+        context.fail(f"Got unexpected extra argument(s) ({extra}){remedy}")
+
+
+def extra_remedy(name: str, context: Any, words: list[str]) -> str:
+    """Return what surplus arguments mean, as the end of a sentence, or ""."""
+    extra = context.args
+    values = {each.opts[-1]: context.params[each.name] for each in context.command.params}
+    path = " ".join([*(value for key, value in values.items() if key[0] != "-" and value), *extra])
+    prompt, is_file = values.get("--prompt"), any(map(os.path.isfile, extra))
+    rest = words[words.index(prompt) :] if prompt in words else []
+    whole_prompt = " ".join(itertools.takewhile(lambda word: word[:1] != "-", rest))
+    flag = "--prompt-file" if is_file else "-p"
+    remedies = (
+        ("--resume" in words, "`chargpt train --resume RUN` resumes a run"),
+        (os.path.exists(path), f"a path with spaces needs quotes: {shlex.quote(path)}"),
+        (
+            name == "train" and extra[0].isdecimal(),
+            f"-s train.max_steps={extra[0]} gives the number of steps",
+        ),
+        (
+            name == "train" and re.fullmatch(r"\d+[smh]", extra[0]),
+            f"--budget {extra[0]} gives the time",
+        ),
+        (whole_prompt, f"a prompt with spaces needs quotes: -p {shlex.quote(whole_prompt)}"),
+        (name == "sample", f"{flag} {shlex.quote(' '.join(extra))} is a prompt"),
+        (name == "train" and is_file, "a pattern such as '*.txt' needs quotes"),
+        (name == "evaluate" and is_file, "--text FILE names another text"),
+    )
+    return next((f"; {remedy}" for applies, remedy in remedies if applies), "")
 
 
 app = typer.Typer(
@@ -118,7 +235,9 @@ def _show_version(value: bool) -> None:
 def main(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        typer.Option(
+            "-v", "-V", "--version", callback=_show_version, is_eager=True, help="Show the version."
+        ),
     ] = False,
 ) -> None:
     """Train, sample and measure character-level GPT models."""
@@ -198,19 +317,20 @@ def exit_code_of(command: Callable[[], Any]) -> int:
 
 def _describe_usage(error: Any, words: Sequence[str]) -> str:
     """Return the sentence about an error in a command line, with what to write instead."""
-    message = textwrap.shorten(_in_own_words(error), 200, placeholder=" ...")
-    is_extra = "unexpected extra argument" in message
-    remedy = ""
-    if words[1:2] == ["resume"] or (is_extra and "--resume" in words):
-        remedy = "; `chargpt train --resume RUN` resumes a run"
-    elif is_extra and any(os.path.isfile(word) and word in message for word in words[2:]):
-        remedies = {
-            "train": "; a pattern such as '*.txt' needs quotes",
-            "evaluate": "; --text FILE names another text",
-        }
-        remedy = remedies.get(words[1], "")
+    message = textwrap.shorten(_in_own_words(error), 240, placeholder=" ...")
     context = getattr(error, "ctx", None)
-    return f"{message}{remedy}; see `{context.command_path} --help`" if context else message
+    if context and type(error).__name__ == "NoSuchOption":
+        flags = [flag for each in context.command.params for flag in each.opts]
+        names = {flag[2:].replace("-", "_") for flag in flags if flag[:2] == "--"}
+        name = error.option_name  # of `-lr`, it is `-l`
+        found = [words[i : i + 2] for i, word in enumerate(words) if word.startswith(name)]
+        written, *following = found[0] if found else [name]
+        word, _, value = written.partition("=")
+        if not value and following and following[0][:1] != "-":
+            value = following[0]
+        config = import_module("chargpt.config")
+        message = config.right_form(word, value and shlex.quote(value), names) or message
+    return f"{message}; see `{context.command_path} --help`" if context else message
 
 
 def _in_own_words(error: Any) -> str:

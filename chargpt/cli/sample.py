@@ -128,7 +128,7 @@ def sample(
     if interactive:
         given = {"--json": json_, "--overlap": overlap, "--num-samples": (num_samples or 1) > 1}
         options.reject(given, "does not apply to --interactive, which prints one text at a time")
-        interact(loaded, config)
+        interact(loaded, config, begins=prompt is not None)
         return
     settings = config.sample
     if settings.seed is None:  # chosen here, so that it can be printed
@@ -297,16 +297,23 @@ def sample_config(config: Config, given: Mapping[str, Any], unknown: UnknownPoli
         raise ConfigError(message) from None
 
 
-def interact(run: Run, config: Config) -> None:
+def interact(run: Run, config: Config, *, begins: bool) -> None:
     """Read lines from standard input until its end; print a continuation of each.
 
     A seed of null is a new seed for each text.
+
+    Args:
+        run: whose model continues them.
+        config: its settings.
+        begins: whether to continue the prompt of the settings first.
     """
     if sys.stdin is None:
         raise TextError("standard input is closed; type or pipe the prompts")
     console.say(HELP)
     config = config.with_values({"sample.num_samples": 1})
     text = config.sample.prompt
+    if begins:
+        text = print_stream(run, config.sample, config.text.unknown, (KeyboardInterrupt,))
     while True:
         try:
             line = input("> ")

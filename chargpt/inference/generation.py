@@ -30,7 +30,7 @@ import numpy.typing as npt
 import torch
 from threadpoolctl import threadpool_limits
 
-from chargpt.config import SampleConfig
+from chargpt.config import SampleConfig, reject_keywords
 from chargpt.errors import ChargptError, ConfigError, OperationError
 from chargpt.inference.decoders import build_decoder
 from chargpt.log import logger
@@ -162,6 +162,7 @@ def _with_changes(
         raise ConfigError(f"give the prompt by name, as in sample(run, prompt={options[:20]!r})")
     if "mixture" in changes:
         raise ConfigError("mixture is not a setting; give chargpt.with_mixture(run) as the run")
+    reject_keywords(changes, SampleConfig.model_fields)
     config = run.config.model_copy(update={"sample": options or run.config.sample})
     values = {f"sample.{key}": value for key, value in changes.items()}
     chosen = config.with_values(values).sample

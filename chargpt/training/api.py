@@ -5,9 +5,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Never
 
 from tqdm import tqdm
 
+from chargpt.config import reject_keywords
 from chargpt.distributed import is_main_rank, world_size
 from chargpt.errors import ConfigError, FinishedError, Stopped
 from chargpt.log import collected_notes, logger
@@ -30,6 +32,7 @@ def train(
     device: str | None = None,
     encoding: str | None = None,
     progress: bool = False,
+    **unknown: Never,
 ) -> Run:
     """Train a model on a text and return the run with its best checkpoint.
 
@@ -54,6 +57,7 @@ def train(
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
         encoding: of the text; by default UTF-8, or what its byte order mark says.
         progress: show a progress bar on stderr.
+        unknown: none; the error says what other keywords are here.
 
     Raises:
         ChargptError: the text, a setting, the folder or the device is unusable, or the last
@@ -62,6 +66,7 @@ def train(
             finish, the message names the checkpoint.
     """
     started = time.perf_counter()
+    reject_keywords(unknown, ("path", *(train.__kwdefaults__ or ())))
     if text is not None:
         require_text(text)
     if not isinstance(settings, Mapping | None):
