@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Cli, refusal, start_cli
-from shared_runs import EVALUATION_KEYS
+from shared_runs import EVALUATION_KEYS, QUICK
 
 from chargpt.analysis.result import loss_cells
 from chargpt.store.run import load_run
@@ -100,6 +100,21 @@ def test_the_part_of_a_text_that_was_trained_on_is_said(
         for words in (("score", trained, name), ("evaluate", trained, "--text", name)):
             printed = cli(*words).stderr
             assert warning in printed if percent else "of the passages of" not in printed, name
+
+
+def test_a_text_that_repeats_itself_is_scored_with_its_share_and_that_of_the_split(
+    verse: Path, cli: Cli
+) -> None:
+    text = verse.read_text(encoding="utf-8")
+    Path("twice.txt").write_text(text + text, encoding="utf-8")
+    Path("part.txt").write_text(text[2000:9000], encoding="utf-8")
+    assert cli("train", "twice.txt", *QUICK, "-o", "run").returncode == 0
+    said = "about 100% of the passages of 64 characters of"
+    assert f"{said} the validation split" in cli("evaluate", "run").stderr
+    of_both = "occur in the training split of the run, and about 100% of the passages of 64 "
+    for words in (("score", "run", "part.txt"), ("evaluate", "run", "--text", "part.txt")):
+        printed = cli(*words).stderr
+        assert f"{said} part.txt {of_both}" in printed
 
 
 def test_a_huge_perplexity_is_shown_in_few_digits() -> None:

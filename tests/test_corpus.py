@@ -890,3 +890,10 @@ def test_memory_stays_bounded_for_a_large_text(tmp_path: Path) -> None:
         "before = peak(); load_corpus(TextConfig(path='large.txt')); print(peak() - before)"
     )
     assert int(run_python(script, tmp_path).stdout) < 200  # MB
+    script = (
+        "import resource; from chargpt.text.tokenizer import CharTokenizer;"
+        "text = open('large.txt').read(); known = CharTokenizer(''.join(sorted(set(text))));"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000;"
+        "before = peak(); known.choose_form(text); known.find_unknown(text); print(peak() - before)"
+    )
+    assert int(run_python(script, tmp_path).stdout) < 200

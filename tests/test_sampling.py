@@ -93,6 +93,26 @@ def test_a_signal_ends_the_sample_command_and_what_was_sampled_is_printed(number
         assert "these are the samples so far: 16 of 16, of which 16 are unfinished" in error
 
 
+@pytest.mark.parametrize("while_", ["sample_texts", "measure_overlap"])
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_signal_before_the_overlap_is_measured_prints_the_samples(
+    form, while_, trained, cli, monkeypatch
+):
+    work = getattr(cli_sample, while_)
+
+    def interrupted(*args, **others):
+        signal.raise_signal(signal.SIGINT)
+        return work(*args, **(others | {"is_stopped": lambda: False}))
+
+    monkeypatch.setattr(cli_sample, while_, interrupted)
+    done = cli("sample", trained, "--overlap", "--num-samples", "2", "-n", "30", *form)
+    assert done.returncode == 130
+    texts = json.loads(done.stdout)["samples"] if form else done.stdout.split("-- sample 2 --")
+    assert len(texts) == 2
+    assert min(map(len, texts)) >= 30
+    assert "the overlap with the training split was not measured" in done.stderr
+
+
 @pytest.mark.parametrize("n_calls", [1, 7, 25, 31])  # of the test whether it is stopped
 def test_a_stopped_sampling_returns_the_texts_so_far(n_calls, make_run, monkeypatch):
     run = make_run(TEXT)

@@ -17,10 +17,12 @@ from chargpt.text import corpus as corpus_module
 from chargpt.text import describe as describe_module
 from chargpt.text.corpus import count_pairs, count_tokens
 from chargpt.text.describe import (
+    MIN_REPEATED,
     compare_splits,
     conditional_entropy_bits,
     describe,
     entropy_bits,
+    find_repeats,
     warn_of_length,
     warn_of_list,
     warn_of_repeats,
@@ -229,20 +231,37 @@ def test_the_part_of_the_validation_split_that_was_trained_on_is_said_wherever_i
         assert abs(int(said[1]) - expected) < 5 if said else not expected
 
 
-@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
-@pytest.mark.parametrize("fraction", [0, 0.1, 0.5, 1])  # of the lines that were trained on
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r", "\u2028"])
+@pytest.mark.parametrize("fraction", [0, 0.5, 1])  # of the lines that were trained on
+@pytest.mark.parametrize(("first", "n_kinds", "length"), [(0x61, 26, 20), (0x4E00, 3000, 9)])
 def test_lines_of_the_validation_split_that_were_trained_on_are_found_in_any_order(
-    newline: str, fraction: float
+    newline: str, fraction: float, first: int, n_kinds: int, length: int
 ) -> None:
     rng = np.random.default_rng(0)
-    lines = ["".join(map(chr, row)) for row in rng.integers(0x61, 0x7B, (5000, 20))]
-    train, new = lines[:4500], lines[4500:]
-    copied = rng.permutation(train)[: int(500 * fraction)].tolist()
-    val = [*copied, *new[len(copied) :], *["  }", '"type": "a list of names",'] * 20]
-    text = "".join(line + newline for line in [*train, '"type": "a list of names",', *val])
+    codes = rng.integers(first, first + n_kinds, (5000, length))
+    lines = ["".join(map(chr, row)) for row in codes]
+    copied = rng.permutation(lines[:4500])[: int(500 * fraction)].tolist()
+    val = [*copied, *lines[4500 + len(copied) :]]
+    text = "".join(line + newline for line in [*lines[:4500], *(f"\t{line} " for line in val)])
     warning = warn_of_repeats(load_corpus(TextConfig(documents=None), text=text))
-    said = re.match(r"about (\d+)% of the lines of 16 characters or more of the validat", warning)
-    assert (int(said[1]) if said else 0) == pytest.approx(100 * fraction, abs=3 if said else 10)
+    said = re.match(r"about (\d+)% of the characters, in whole lines of \d+ or more, of", warning)
+    assert (int(said[1]) if said else 0) == pytest.approx(100 * fraction, abs=10 if said else 0)
+
+
+def test_lines_that_recur_by_nature_are_no_copies() -> None:
+    rng = np.random.default_rng(0)
+    refrains = ["".join(map(chr, row)) for row in rng.integers(0x61, 0x7B, (20, 30))]
+    short = ["".join(map(chr, row)) for row in rng.integers(0x61, 0x7B, (20_000, 12))]
+    songs = [rng.choice(refrains) if n % 30 == 0 else line for n, line in enumerate(short)]
+    records = [f'"{key}": "{key * 3}",' for key in rng.choice(refrains, 5000)]
+    for lines in (songs, records):
+        text = "".join(line + "\n" for line in lines)
+        corpus = load_corpus(TextConfig(documents=None), text=text)
+        found = find_repeats(corpus, corpus.split("val"))
+        assert "lines" not in found.unit or found.fraction < MIN_REPEATED
+    items = [*refrains * 10, *short[:6000]]  # whole documents are named before their lines
+    text = "".join(f"{item}\n" for item in items)
+    assert "lines" not in warn_of_repeats(load_corpus(TextConfig(documents="lines"), text=text))
 
 
 @pytest.mark.parametrize(

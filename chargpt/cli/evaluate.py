@@ -17,6 +17,7 @@ from chargpt.inference import evaluation, scoring
 from chargpt.inference.evaluation import Evaluation, EvaluationProtocol
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
+from chargpt.text.describe import warn_of_repeats
 from chargpt.text.source import read_text
 from chargpt.training.adaptive import adaptive_losses
 
@@ -83,6 +84,8 @@ def evaluate(
         tokens = loaded.tokenizer.encode(content, unknown or settings.unknown)
         found = loaded.tokenizer.find_unknown(content)
         runs.warn_of_own_text(loaded, str(text), content)
+    elif split == "val" and (warning := warn_of_repeats(loaded.corpus())):
+        console.say(warning)
 
     caught: list[int] = []
     chosen = {"split": split, "protocol": protocol, "tokens": tokens, "stride": stride}

@@ -16,7 +16,7 @@ from chargpt.store import verify as checks
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run, open_run
-from chargpt.text.describe import MIN_REPEATED, find_repeats
+from chargpt.text.describe import MANY_REPEATED, MIN_REPEATED, find_repeats
 from chargpt.text.source import STDIN
 from chargpt.training.start import deferred_signals
 
@@ -149,8 +149,10 @@ def warn_of_own_text(run: Run, path: str, content: str) -> None:
         corpus = run.corpus()
         found, usual = find_repeats(corpus, tokens), find_repeats(corpus, corpus.split("val"))
         trained_on = ""
-        if found.fraction > usual.fraction + MIN_REPEATED:  # as of logs, which repeat by nature
+        if found.fraction > min(MANY_REPEATED, usual.fraction + MIN_REPEATED):
             trained_on = f"{found} of {path} occur in the training split of the run"
+            if usual.fraction >= MIN_REPEATED:  # as of logs, which repeat by nature
+                trained_on += f", and {usual} of its validation split"
     except ChargptError:
         is_own = own not in (None, STDIN) and Path(path).resolve() == Path(str(own)).resolve()
         trained_on = f"{path} is the file that the run was trained on" if is_own else ""

@@ -23,6 +23,7 @@ from chargpt.analysis.memorization import (
     measure_overlap,
 )
 from chargpt.cli import console, options, runs, tables
+from chargpt.cli.main import catch_signals
 from chargpt.config import Config, SampleConfig, TextConfig, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, Stopped, TextError
 from chargpt.inference.generation import Ended, Sample, new_sample, stream_run
@@ -139,7 +140,7 @@ def sample(
     else:
         corpus = loaded.corpus() if overlap else None  # an error before the work
         texts = sample_several(loaded, settings, policy, caught)
-        report = measure(corpus, texts) if corpus else None
+        report = measure(corpus, texts, caught) if corpus else None
         if json_:
             result = {
                 "samples": texts,
@@ -396,12 +397,21 @@ def print_stream(
     return new_sample(prompt, text, last[0][0])
 
 
-def measure(corpus: Corpus, texts: list[Sample]) -> OverlapReport:
-    """Return the overlap of samples, without their prompt, with the training split."""
+def measure(corpus: Corpus, texts: list[Sample], caught: list[int]) -> OverlapReport | None:
+    """Return the overlap of samples, without their prompt, with the training split.
+
+    There is none after a signal, also one that ends the measuring and is appended to `caught`.
+    """
     finished = [text for text in texts if text.is_finished]
     sampled = [text.continuation for text in texts]
-    with console.show_progress("character", "of the training split") as on_progress:
-        return measure_overlap(corpus, sampled, finished, on_progress)
+    try:
+        with catch_signals(), console.show_progress("character", "of the training split") as shown:
+            if not caught:
+                return measure_overlap(corpus, sampled, finished, shown)
+    except Stopped as stop:
+        caught.append(stop.number)
+    console.say("the overlap with the training split was not measured")
+    return None
 
 
 def overlap_json(corpus: Corpus, report: OverlapReport, texts: list[Sample]) -> dict[str, Any]:

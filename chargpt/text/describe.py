@@ -36,6 +36,7 @@ MAX_INDENTED = 0.1  # fraction of the lines of a list
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
 CHUNK = 1 << 20  # tokens
 JOINERS = "\u200c\u200d"  # part of the spelling in many scripts
+BLANKS = " \t"
 NEWLINES = {"LF": "\n", "CR": "\r", "U+2028": "\u2028", "U+2029": "\u2029"}
 # nats between the character frequencies of the splits that change the loss noticeably
 MIN_DIVERGENCE = 0.05
@@ -48,8 +49,9 @@ MAX_SEARCHED = 1_000_000_000  # tokens in which passages are searched, the last 
 MIN_REPEATED = 0.05  # fraction of documents or passages
 MANY_REPEATED = 0.25  # of passages: the documentation of a language repeats a fifth by itself
 PASSAGE = 64  # tokens: what texts have in common by chance is shorter
-# tokens of a line, distinct lines: of code and JSON, up to a fifth of them occur anywhere
-MIN_LINE, MIN_LINES = 16, 16
+# Bits of a line if all tokens were as likely, as of 16 English letters: shorter ones recur by
+# chance. What occurs more often than MAX_COPIES, as in logs and tables, recurs by nature.
+MIN_LINE_BITS, MAX_COPIES = 96, 3
 N_PASSAGES = 256
 # Passages in which so large a fraction of the tokens equals the one so many tokens before, as in
 # blanks and repeated phrases, occur in many texts
@@ -324,42 +326,44 @@ def find_repeats(corpus: Corpus, tokens: Tokens) -> Repeats:
     Args:
         tokens: of the text, by the corpus's tokenizer, (tokens,).
     """
-    train, tokenizer, found = corpus.split("train"), corpus.tokenizer, []
+    tokenizer, found = corpus.tokenizer, []
     unit = "tokens" if tokenizer.has_bytes else "characters"
-    if len(train) + len(tokens) <= MAX_COMPARED:
-        if tokenizer.eos_token:
-            documents, known = _find_parts(tokens, corpus, tokenizer.eos_token, 1)
-            n_known = sum(document in known for document in documents)
+    if len(corpus.split("train")) + len(tokens) <= MAX_COMPARED:
+        eos_token, is_list = tokenizer.eos_token, corpus.settings.documents == "lines"
+        if eos_token:
+            documents, counts = _count_parts(corpus, tokens, eos_token)
+            n_known = sum(document in counts for document in documents)
             found.append(Repeats(n_known, len(documents), "documents"))
-        lines, known = _find_parts(tokens, corpus, tokenizer.eos_token + "\n\r", MIN_LINE)
-        n_lines = len(set(lines))
-        if n_lines >= MIN_LINES and len(known) >= MANY_REPEATED * n_lines:
-            found.append(Repeats(len(known), n_lines, f"lines of {MIN_LINE} {unit} or more"))
+        lines, counts = _count_parts(corpus, tokens, eos_token + "".join(NEWLINES.values()))
+        least = math.ceil(MIN_LINE_BITS / math.log2(max(2, tokenizer.vocab_size)))
+        copied = [line for line in counts if counts[line] <= MAX_COPIES and len(line) >= least]
+        if not is_list:
+            unit_of_lines = f"{unit}, in whole lines of {least} or more,"
+            found.append(Repeats(sum(map(len, copied)), sum(map(len, lines)), unit_of_lines))
     found.append(Repeats(*_repeated_passages(corpus, tokens), f"passages of {PASSAGE} {unit}"))
     return max(found, key=lambda each: each.fraction)
 
 
-def _find_parts(
-    tokens: Tokens, corpus: Corpus, ends: str, min_length: int
-) -> tuple[list[str], set[str]]:
-    """Return the parts of a text between some characters, and which occur in the training split.
+def _count_parts(corpus: Corpus, tokens: Tokens, ends: str) -> tuple[list[str], Counter[str]]:
+    """Return the parts of a text between some characters, and their counts in the training split.
 
-    They are strings of ids as code points: nothing is decoded.
+    They are strings of ids as code points, without blanks at their ends: nothing is decoded.
     """
-    ids = [each for each in map(corpus.tokenizer.characters.find, ends) if each >= 0]
-    end, *others = map(chr, ids or [corpus.tokenizer.vocab_size])
+    characters, unused = corpus.tokenizer.characters, corpus.tokenizer.vocab_size
+    end, *others = [chr(i) for i in map(characters.find, ends) if i >= 0] or [chr(unused)]
+    blanks = "".join(chr(i) for i in map(characters.find, BLANKS) if i >= 0)
 
     def split(text: str) -> list[str]:
         for other in others:
             text = text.replace(other, end)
-        return text.split(end)
+        return [part.strip(blanks) for part in text.split(end)]
 
-    parts = [part for part in split(codes_to_text(tokens)) if len(part) >= min_length]
-    wanted, found, rest, train = set(parts), set[str](), "", corpus.split("train")
+    parts = [part for part in split(codes_to_text(tokens)) if part]
+    wanted, counts, rest, train = set(parts), Counter[str](), "", corpus.split("train")
     for start in range(0, len(train), CHUNK):
         *known, rest = split(rest + codes_to_text(train[start : start + CHUNK]))
-        found |= wanted.intersection(known)
-    return parts, found
+        counts.update(filter(wanted.__contains__, known))
+    return parts, counts
 
 
 def _fold_blanks(tokens: Tokens, corpus: Corpus) -> Tokens:

@@ -319,9 +319,11 @@ class CharTokenizer:
 
     def _missing(self, text: str) -> npt.NDArray[np.uint32]:
         """Return the code points of a text that are no characters of the vocabulary, in order."""
-        codes = code_points(text)
-        missing: npt.NDArray[np.uint32] = codes[self._ids.take(codes, mode="clip") == self._no_id]
-        return missing
+        missing = [np.zeros(0, np.uint32)]
+        for start in range(0, len(text), CHUNK):
+            codes = code_points(text[start : start + CHUNK])
+            missing.append(codes[self._ids.take(codes, mode="clip") == self._no_id])
+        return np.concatenate(missing)
 
     def choose_form(self, text: str) -> str:
         """Return a text with the line ends of the training text, in the normal form that is known.
@@ -330,7 +332,8 @@ class CharTokenizer:
         logged, and which characters byte tokens spell.
         """
         known = [end for end in "\r\n" if end in self.characters]
-        if self.has_crlf or len(known) == 1:
+        other = {"\r": "\n", "\n": "\r"}.get("".join(known))
+        if self.has_crlf or (other and other in text):
             lines = re.sub("\r\n?|\n", "\r\n" if self.has_crlf else known[0], text)
             if lines != text:
                 logger.info("the line ends were changed to those of the training text")
