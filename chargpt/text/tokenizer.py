@@ -286,13 +286,12 @@ class CharTokenizer:
         ids = ids[:size]
         if not ids.size or ids.max() < self._no_id:
             return ids.astype(self.dtype, copy=False)
-        missing = np.flatnonzero(ids == self._no_id)
-        codes = code_points(text)[missing]
+        missing, codes = np.flatnonzero(ids == self._no_id), self._missing(text)
         is_unknown = self._is_unknown(codes)
         if is_unknown.any() and unknown == "error":
             raise UnknownCharacterError(self._describe_unknown(text))
         if is_unknown.any() and unknown == "skip":
-            return self.encode(codes_to_text(np.delete(code_points(text), missing[is_unknown])))
+            return self.encode(text.translate(dict.fromkeys(codes[is_unknown].tolist())))
         ids[missing[is_unknown]] = self.replacement_id
         rare, missing = codes[~is_unknown], missing[~is_unknown]
         n_further = np.searchsorted(LONGER_FORMS, rare, side="right")  # bytes after the first
