@@ -301,6 +301,25 @@ class RunFolder:
         prune_checkpoints(self.checkpoints, state.best_step, config.train.keep_last, folder)
         return folder
 
+    def copy_to(self, copy: "RunFolder", best_step: int | None) -> None:
+        """Add single files, best checkpoint and text to a copy that has the last checkpoint.
+
+        What the disk has no room for is left out.
+        """
+        with suppress(OSError):
+            for name in set(RUN_FILES).intersection(entry_names(self.path)):
+                shutil.copyfile(self.path / name, copy.path / name)
+            copy.metrics.unwritten = self.metrics.unwritten
+            copy.metrics.append()
+            best = name_of(best_step or 0)
+            if exists(self.checkpoints / best):
+                link_files(self.checkpoints / best, copy.checkpoints / best)
+            if self.has_text():
+                (copy.path / NEW).mkdir()
+                link_files(self.path / TEXT, copy.new_text)
+                copy.adopt_text()
+                (copy.path / NEW).rmdir()
+
     def create_from_weights(
         self,
         config: Config,
