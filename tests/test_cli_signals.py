@@ -1,11 +1,8 @@
 """Signals and failing disks while `chargpt train` runs as a process of its own."""
 
-import fcntl
 import os
-import pty
 import signal
 import subprocess
-import termios
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +22,7 @@ from chargpt.store.run import load_run
 from chargpt.store.verify import verify
 from chargpt.training.start import Session, start_run
 
+pty = pytest.importorskip("pty", reason="needs terminals and signals of POSIX")
 LONG = [word.replace("max_steps=6", "max_steps=100000") for word in QUICK]
 STARTED: list[subprocess.Popen[str]] = []
 
@@ -184,13 +182,14 @@ def test_on_a_terminal_the_weights_wait_until_the_full_disk_has_space(
         stdin=other_end,
         stdout=other_end,
         stderr=other_end,
-        preexec_fn=lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
+        preexec_fn=lambda: os.login_tty(0),
     )
     STARTED.append(process)
     os.close(other_end)
     shown, n_asked = b"", 0
-    with suppress(OSError):  # the terminal is closed at the end
-        while shown := shown + os.read(terminal, 4096):
+    with suppress(OSError):  # Linux's way to say that the other end is closed
+        while chunk := os.read(terminal, 4096):
+            shown += chunk
             if shown.count(b"temporary folder") > n_asked:
                 n_asked += 1
                 if n_asked == 2 and code == 0:

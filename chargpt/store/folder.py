@@ -27,9 +27,11 @@ from chargpt.config import Config, TextConfig
 from chargpt.distributed import is_main_rank
 from chargpt.errors import ChargptError, RunError
 from chargpt.files import (
+    LOCKS_OPEN_FILES,
     UNSUPPORTED,
     entry_names,
     exists,
+    is_missing,
     name_pattern,
     open_regular,
     read_regular,
@@ -159,8 +161,10 @@ class RunFolder:
         finally:
             with suppress(OSError):
                 self._delete_new()
-                if is_new and os.listdir(self.path) == [LOCK]:
-                    (self.path / LOCK).unlink()
+                if LOCKS_OPEN_FILES:
+                    self._lock.release()
+                if is_new and {*os.listdir(self.path)} <= {LOCK}:
+                    (self.path / LOCK).unlink(missing_ok=True)
                     if not had_folder:
                         self.path.rmdir()
             self._lock.release()
@@ -242,13 +246,19 @@ class RunFolder:
     def _rename_old_run(self) -> None:
         """Rename the run here, with the new one in its subfolder, and move that one here."""
         lock, old = FileLock(self.path / NEW / LOCK), unused_old_name(self.path)
-        if self._lock.is_locked:
+        is_locked = self._lock.is_locked
+        if LOCKS_OPEN_FILES:
+            self._lock.release()
+        elif is_locked:
             lock.acquire()  # of the new folder
         os.rename(self.path, old)
         os.rename(old / NEW, self.path)
         sync_directory(self.path.parent)
         self._lock.release()
-        self._lock = lock
+        if not LOCKS_OPEN_FILES:
+            self._lock = lock
+        elif is_locked:
+            self._acquire()
         logger.warning(f"the run that was {self.path} is now {old}")
 
     def require_space(self, n_bytes: int) -> None:
@@ -505,7 +515,7 @@ def _entries(folder: Path) -> Iterator[str]:
     """Yield the relative path of everything in a folder, the innermost first."""
 
     def reject(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        if not is_missing(error):
             raise error
 
     for root, folders, files in os.walk(folder, topdown=False, onerror=reject):

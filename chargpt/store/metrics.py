@@ -39,7 +39,7 @@ class MetricsLog:
         # a failed write may have left part of a line: end it
         prefix = "\n" if self.unwritten else ""
         self.unwritten += [json.dumps(record) + "\n" for record in records]
-        with open(self.path, "a", encoding="utf-8") as file:
+        with open(self.path, "a", encoding="utf-8", newline="\n") as file:
             file.write(prefix + "".join(self.unwritten))
         self.unwritten.clear()
 

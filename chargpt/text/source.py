@@ -29,6 +29,7 @@ from typing import IO, Any, NamedTuple
 
 from chargpt.config import TextConfig
 from chargpt.errors import MissingTextError, TextError, most_similar
+from chargpt.files import is_missing
 from chargpt.log import logger
 from chargpt.text import TextProgress
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
@@ -242,12 +243,12 @@ def _find(settings: TextConfig, text: str | None = None) -> Source:
             return _find_folder(found, settings)
         if stat.S_ISREG(mode):
             return Source(found.name, (_text_file(found),))
-    except (FileNotFoundError, NotADirectoryError):
+    except (OSError, ValueError) as error:
+        if not is_missing(error):
+            raise TextError(_unreadable(path, error)) from None
         if glob.has_magic(str(found)) and not URL.search(str(found)):
             return _find_glob(found, settings)
         raise MissingTextError(missing_message(found)) from None
-    except (OSError, ValueError) as error:
-        raise TextError(_unreadable(path, error)) from None
     raise TextError(f"{path} is a device or a pipe, not a file; pipe its text in and name it `-`")
 
 
@@ -347,7 +348,7 @@ def _selected(
 
     def is_excluded(path: Path) -> bool:
         inside = path.relative_to(root.absolute())
-        names = {path.name, *map(str, (inside, *inside.parents))}
+        names = {path.name, *(each.as_posix() for each in (inside, *inside.parents))}
         return any(fnmatchcase(name, each) for each in settings.exclude for name in names)
 
     def order(path: Path) -> tuple[list[list[str | int]], str]:

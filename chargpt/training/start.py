@@ -230,7 +230,7 @@ def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[list[int]]:
     previous: dict[int, Any] = {}
 
     def handle(number: int, frame: object) -> None:
-        if caught and number == signal.SIGINT:
+        if caught and number in (signal.SIGINT, getattr(signal, "SIGBREAK", None)):
             previous[number](number, frame)
         caught.append(number)
         on_signal(number)
@@ -361,7 +361,8 @@ def start_run(
 
 def slug(name: str) -> str:
     """Return a text's name as part of a folder name: `novel.txt` gives `novel`."""
-    return re.sub(r"[^\w.-]+", "-", Path(name).stem).strip("-.") or "text"
+    # without dots: Windows takes con.2-gpt for a device
+    return re.sub(r"[^\w-]+", "-", Path(name).stem).strip("-") or "text"
 
 
 @contextmanager
