@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import stat
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from chargpt.errors import ConfigError
 
 Buffers = Sequence[bytes | memoryview]  # the content of a file, in parts
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK}  # by a network file system
-LOCKS_OPEN_FILES = os.name == "nt"  # Windows moves or deletes no open or mapped file
+IS_WINDOWS = os.name == "nt"  # which moves and deletes no open or mapped file
 INVALID_NAME = 123  # Windows' error for a path that cannot exist, such as a pattern
 MAX_YAML_CHARACTERS = 200_000  # the parser takes seconds for a megabyte
 MAX_NUMBER_CHARACTERS = 100  # of YAML
@@ -182,6 +183,13 @@ def open_regular(path: Path, max_bytes: int) -> IO[bytes]:
     if status.st_size > max_bytes:
         raise ValueError(f"it is larger than {max_bytes:,} bytes")
     return open(path, "rb")
+
+
+def quoted(word: object) -> str:
+    """Return a word of a command to copy, quoted for the shell of this system."""
+    if not IS_WINDOWS:
+        return shlex.quote(str(word))
+    return str(word) if re.fullmatch(r"[\w@%+=:,./\\-]+", str(word)) else f'"{word}"'
 
 
 def parse_json(content: bytes | str) -> dict[str, Any]:

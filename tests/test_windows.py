@@ -17,7 +17,7 @@ from shared_runs import QUICK
 
 from chargpt.cli import console, main
 from chargpt.config import TextConfig
-from chargpt.files import INVALID_NAME
+from chargpt.files import INVALID_NAME, quoted
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 from chargpt.store.verify import verify
@@ -72,7 +72,7 @@ def windows_files(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("files", "store.folder", "store.commit"):
         monkeypatch.setattr(f"chargpt.{module}.sync_directory", Mock())
     for module in ("text.prepare", "store.folder"):
-        monkeypatch.setattr(f"chargpt.{module}.LOCKS_OPEN_FILES", True)
+        monkeypatch.setattr(f"chargpt.{module}.IS_WINDOWS", True)
 
 
 @pytest.mark.usefixtures("windows_files")
@@ -148,3 +148,8 @@ def test_a_folder_is_never_named_like_a_device() -> None:
         "a-novel",
         "text",
     ]
+
+
+def test_a_command_to_copy_is_quoted_for_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chargpt.files.IS_WINDOWS", True)
+    assert [quoted(path) for path in (r"runs\a", r"C:\my runs\b")] == [r"runs\a", r'"C:\my runs\b"']

@@ -1,7 +1,6 @@
 """`chargpt train`: a text in, a trained model out; and steps on a progress bar."""
 
 import math
-import shlex
 import sys
 from contextlib import closing
 from functools import partial
@@ -16,6 +15,7 @@ from chargpt.cli.main import catch_signals, say_stopping
 from chargpt.config import ModelConfig
 from chargpt.device import default_threads, used_memory
 from chargpt.errors import ConfigError, FinishedError, Stopped
+from chargpt.files import quoted
 from chargpt.models.ngram import MAX_TOKENS, NGRAM
 from chargpt.text.display import display_char
 from chargpt.text.source import RECORD_SEPARATOR
@@ -257,7 +257,7 @@ class StepView:
 def run_steps(session: Session) -> None:
     """Run all steps with a progress bar; a signal saves the run and ends the command."""
     trainer, view = session.trainer, StepView(session)
-    resume = f"resume with\n  chargpt train --resume {shlex.quote(str(session.folder.path))}"
+    resume = f"resume with\n  chargpt train --resume {quoted(session.folder.path)}"
     try:
         with closing(view.bar):
             for report in session.reports(say_stopping, view.wait_for_space):

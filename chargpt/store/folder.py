@@ -11,7 +11,6 @@ import errno
 import itertools
 import os
 import re
-import shlex
 import shutil
 import stat
 import tempfile
@@ -27,13 +26,14 @@ from chargpt.config import Config, TextConfig
 from chargpt.distributed import is_main_rank
 from chargpt.errors import ChargptError, RunError
 from chargpt.files import (
-    LOCKS_OPEN_FILES,
+    IS_WINDOWS,
     UNSUPPORTED,
     entry_names,
     exists,
     is_missing,
     name_pattern,
     open_regular,
+    quoted,
     read_regular,
     sync_directory,
     write_atomically,
@@ -161,7 +161,7 @@ class RunFolder:
         finally:
             with suppress(OSError):
                 self._delete_new()
-                if LOCKS_OPEN_FILES:
+                if IS_WINDOWS:
                     self._lock.release()
                 if is_new and {*os.listdir(self.path)} <= {LOCK}:
                     (self.path / LOCK).unlink(missing_ok=True)
@@ -247,7 +247,7 @@ class RunFolder:
         """Rename the run here, with the new one in its subfolder, and move that one here."""
         lock, old = FileLock(self.path / NEW / LOCK), unused_old_name(self.path)
         is_locked = self._lock.is_locked
-        if LOCKS_OPEN_FILES:
+        if IS_WINDOWS:
             self._lock.release()
         elif is_locked:
             lock.acquire()  # of the new folder
@@ -255,7 +255,7 @@ class RunFolder:
         os.rename(old / NEW, self.path)
         sync_directory(self.path.parent)
         self._lock.release()
-        if not LOCKS_OPEN_FILES:
+        if not IS_WINDOWS:
             self._lock = lock
         elif is_locked:
             self._acquire()
@@ -427,7 +427,7 @@ class RunFolder:
             raise RunError(
                 f"{self.path} was trained by an earlier version of chargpt, which kept texts "
                 "elsewhere; give it the same text, under any name, with `chargpt train TEXT "
-                f"--resume --out {shlex.quote(str(self.path))}`, which also finishes its steps"
+                f"--resume --out {quoted(self.path)}`, which also finishes its steps"
             )
         return read_prepared(self.path / TEXT, settings, tokenizer)
 

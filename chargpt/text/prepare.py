@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field
 
 from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError
-from chargpt.files import LOCKS_OPEN_FILES, open_regular, read_json, to_json, write_synced
+from chargpt.files import IS_WINDOWS, open_regular, read_json, to_json, write_synced
 from chargpt.log import logger
 from chargpt.text import TextProgress
 from chargpt.text.corpus import (
@@ -361,7 +361,7 @@ def _measure(path: Path, size: int) -> int:
 
 def _mapped(path: Path, dtype: Any) -> Any:
     """Return the array in a file that is moved or deleted later, memory-mapped where that works."""
-    return np.fromfile(path, dtype) if LOCKS_OPEN_FILES else np.memmap(path, dtype, mode="r")
+    return np.fromfile(path, dtype) if IS_WINDOWS else np.memmap(path, dtype, mode="r")
 
 
 def _open(folder: Path, settings: TextConfig, tokenizer: CharTokenizer, meta: _Meta) -> Corpus:

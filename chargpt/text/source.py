@@ -11,7 +11,6 @@ import gzip
 import io
 import os
 import re
-import shlex
 import stat
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from typing import IO, Any, NamedTuple
 
 from chargpt.config import TextConfig
 from chargpt.errors import MissingTextError, TextError, most_similar
-from chargpt.files import is_missing
+from chargpt.files import is_missing, quoted
 from chargpt.log import logger
 from chargpt.text import TextProgress
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
@@ -262,7 +261,7 @@ def missing_message(path: Path) -> str:
     if match := URL.search(str(path)):
         url = f"{match[1]}://{match[2]}"
         named = next((each.name for each in CATALOG.values() if each.url == url), None)
-        command = f"chargpt data get {named}" if named else f"curl -LO {shlex.quote(url)}"
+        command = f"chargpt data get {named}" if named else f"curl -LO {quoted(url)}"
         return f"{url} is an address and not a file; download it first: `{command}`"
     remedy = "correct the path, or see `chargpt data list` for texts to fetch"
     if similar := most_similar(str(path), CATALOG):
@@ -323,9 +322,7 @@ def _find_folder(root: Path, settings: TextConfig) -> Source:
                 "continues the run)"
             )
         common = max(others, key=others.__getitem__, default="")
-        read = (
-            f"-s text.suffixes={common}" if common else shlex.quote(f"{glob.escape(str(root))}/*")
-        )
+        read = f"-s text.suffixes={common}" if common else quoted(f"{glob.escape(str(root))}/*")
         remedy = f"; name another folder, or its files: {read}"
         if others and (problem := problem_of(_head(str(examples[common])))):
             remedy = f", and {examples[common].name} (1 of {others[common]:,}) {problem}"
@@ -608,7 +605,7 @@ def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str
         if codec == "utf-8" and error.reason == "unexpected end of data":
             return (
                 f"{name} ends within a character ({problem}), as a file that was cut does; leave "
-                f"its last bytes out: head -c {position} {shlex.quote(name)}"
+                f"its last bytes out: head -c {position} {quoted(name)}"
             )
         guesses = guess_encodings(error.object, error.start) or guesses
         is_marked = _codec_of("auto", error.object) != "utf-8"

@@ -5,7 +5,6 @@ request -> settings -> text -> plan -> baselines -> trainer -> run folder -> ste
 
 import itertools
 import re
-import shlex
 import shutil
 import signal
 import tempfile
@@ -35,7 +34,7 @@ from chargpt.errors import (
     TextError,
     UnsavedError,
 )
-from chargpt.files import exists
+from chargpt.files import exists, quoted
 from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
 from chargpt.store.folder import RunFolder, has_checkpoint
@@ -206,7 +205,7 @@ class Session:
         use = "sample" if trainer.finished else "train --resume"
         raise UnsavedError(
             f"{failure}; it is saved in {copy.path}, a copy of the run: move it to a disk with "
-            f"space, or use it there, as with\n  chargpt {use} {shlex.quote(str(copy.path))}"
+            f"space, or use it there, as with\n  chargpt {use} {quoted(copy.path)}"
         ) from None
 
     def late_note(self) -> str | None:

@@ -5,7 +5,6 @@ for report in trainer.steps():
 """
 
 import math
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from chargpt.config import Config
 from chargpt.device import choose_device, choose_dtype, configure, default_threads
 from chargpt.distributed import RankGroup
 from chargpt.errors import DivergedError, RunError, UnsavedError
+from chargpt.files import quoted
 from chargpt.inference.evaluation import Evaluation
 from chargpt.log import logger
 from chargpt.models.ngram import NGramLM
@@ -405,7 +405,7 @@ class Trainer:
             return
         again = "train again"
         if self.writer.saved_step is not None:
-            again = f"resume with\n  chargpt train --resume {shlex.quote(str(self.folder.path))}"
+            again = f"resume with\n  chargpt train --resume {quoted(self.folder.path)}"
         raise UnsavedError(f"{failure}; {self.last_checkpoint}; free some space, then {again}")
 
     @property
