@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -183,7 +184,10 @@ class Session:
                 yield from self.trainer.steps(self.pace, lambda: bool(caught))
         except UnsavedError:
             while (failure := self.trainer.save_failure) is not None:
-                if not wait_for_space(failure):
+                asked = time.perf_counter()
+                is_retry = wait_for_space(failure)
+                self.trainer.started += time.perf_counter() - asked  # waiting is no training time
+                if not is_retry:
                     self._save_copy(failure)
                     raise
                 self.trainer.save()
