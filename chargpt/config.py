@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import shlex
 from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +28,7 @@ from pydantic import (
 )
 
 from chargpt.errors import ConfigError, most_similar
-from chargpt.files import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml
+from chargpt.files import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml, quoted
 
 RESERVED = tuple("%@`#*,]}")  # no YAML value begins with these
 MAX_PROBLEMS = 20  # listed in one message
@@ -685,8 +684,8 @@ def parse_override(written: str) -> tuple[str, object]:
         return key, value
     if begin in RESERVED:
         return key.strip(), value.strip()
-    quoted = "'{}'".format(value.replace("'", "''"))
-    remedy = f"correct it, or quote it if it is text: -s {shlex.quote(f'{key.strip()}={quoted}')}"
+    scalar = "'{}'".format(value.replace("'", "''"))
+    remedy = f"correct it, or quote it if it is text: -s {quoted(f'{key.strip()}={scalar}')}"
     parsed, _ = parse_yaml(f"value: {value}", f"-s {written}", remedy)
     if set(parsed) != {"value"}:
         raise ConfigError(f"-s {written!r} sets more than one key; use one -s per key")

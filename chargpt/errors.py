@@ -61,6 +61,10 @@ class OperationError(ChargptError):
     exit_code = 1
 
 
+class UnsavedError(OperationError):
+    """The checkpoint of the last step could not be written."""
+
+
 class DivergedError(OperationError):
     """A loss, gradient or weight is NaN or infinite, first at `step`."""
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import stat
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -21,6 +22,8 @@ from chargpt.errors import ConfigError
 
 Buffers = Sequence[bytes | memoryview]  # the content of a file, in parts
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK}  # by a network file system
+IS_WINDOWS = os.name == "nt"  # which moves and deletes no open or mapped file
+INVALID_NAME = 123  # Windows' error for a path that cannot exist, such as a pattern
 MAX_YAML_CHARACTERS = 200_000  # the parser takes seconds for a megabyte
 MAX_NUMBER_CHARACTERS = 100  # of YAML
 # A mark in the first bytes of every page and plot of ours; these may be written again without
@@ -35,17 +38,27 @@ def exists(path: Path) -> bool:
     """
     try:
         path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    except OSError as error:
+        if is_missing(error):
+            return False
+        raise
     return True
+
+
+def is_missing(error: Exception) -> bool:
+    """Return whether an error says that there is nothing at a path."""
+    is_invalid_name = getattr(error, "winerror", None) == INVALID_NAME
+    return is_invalid_name or isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
 def entry_names(folder: Path) -> list[str]:
     """Return the names of a folder's entries; none if there is no folder."""
     try:
         return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    except OSError as error:
+        if is_missing(error):
+            return []
+        raise
 
 
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
@@ -78,7 +91,7 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         write_synced(temporary, [content] if isinstance(content, bytes) else content)
-        with suppress(OSError):  # there is none yet, or only root may
+        with suppress(OSError, AttributeError):  # there is none, only root may, or Windows has none
             status = path.stat()
             os.chmod(temporary, stat.S_IMODE(status.st_mode))
             os.chown(temporary, status.st_uid, status.st_gid)
@@ -170,6 +183,13 @@ def open_regular(path: Path, max_bytes: int) -> IO[bytes]:
     if status.st_size > max_bytes:
         raise ValueError(f"it is larger than {max_bytes:,} bytes")
     return open(path, "rb")
+
+
+def quoted(word: object) -> str:
+    """Return a word of a command to copy, quoted for the shell of this system."""
+    if not IS_WINDOWS:
+        return shlex.quote(str(word))
+    return str(word) if re.fullmatch(r"[\w@%+=:,./\\-]+", str(word)) else f'"{word}"'
 
 
 def parse_json(content: bytes | str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Fixtures of all tests: small texts, what is logged, and the command line."""
 
+import functools
 import os
 
 # Tiny models are not faster with two threads, and far slower on a busy machine. Processes that the
@@ -27,6 +28,18 @@ if hasattr(signal, "SIGHUP"):
 # a busy machine is no failure
 settings.register_profile("chargpt", deadline=None)
 settings.load_profile("chargpt")
+
+POSIX = pytest.mark.skipif(os.name != "posix", reason="needs signals or a shell of POSIX")
+
+
+def skip_on_windows(*_: Any, **__: Any) -> None:
+    """Stand in for what Windows lacks, or allows only some users."""
+    pytest.skip("needs pipes, links or modes of POSIX")
+
+
+if os.name == "nt":
+    os.mkfifo = Path.symlink_to = Path.chmod = skip_on_windows  # type: ignore
+    Path.write_text = functools.partialmethod(Path.write_text, newline="")  # type: ignore
 
 pytest_plugins = ["shared_runs"]
 REPOSITORY = Path(__file__).parent.parent
@@ -73,10 +86,12 @@ def verse() -> Path:
 def start_cli(
     *words: object, cwd: Path, shell: str = "", program: str = "-m chargpt", **options: Any
 ) -> subprocess.Popen[str]:
-    """Start `chargpt` as a process, in a shell that runs a command first."""
+    """Start `chargpt` as a process, if asked in a shell that runs a command first."""
     command = [sys.executable, *program.split(" ", 1), *map(str, words)]
+    if shell and os.name != "posix":
+        skip_on_windows()
     return subprocess.Popen(
-        ["bash", "-c", f'{shell} exec "$@"', "bash", *command],
+        ["bash", "-c", f'{shell} exec "$@"', "bash", *command] if shell else command,
         cwd=cwd,
         text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},

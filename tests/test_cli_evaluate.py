@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import Cli, refusal, start_cli
+from conftest import POSIX, Cli, refusal, start_cli
 from shared_runs import EVALUATION_KEYS, QUICK
 
 from chargpt.analysis.result import loss_cells
@@ -33,6 +33,7 @@ def test_evaluate_prints_protocol_split_and_block_size(trained: Path, cli: Cli) 
     assert "characters scored" in shown
 
 
+@POSIX
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_prints_the_loss_so_far_and_of_how_many_characters(
     number: signal.Signals, trained: Path, tmp_path: Path

@@ -3,14 +3,13 @@
 import io
 import json
 import os
-import pty
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Cli
+from conftest import POSIX, REPOSITORY, Cli
 from shared_runs import QUICK, RARE
 
 from chargpt.cli.sample import say_flaws
@@ -57,7 +56,7 @@ def test_control_characters_of_a_sample_are_replaced_on_a_terminal_only(
     args = ["sample", "run", "--prompt", "\x1b[31m", "--length", "200", "--seed", "1"]
     args += ["--temperature", "2"]
     assert cli(*args).stdout.count("\x1b") > 1
-    terminal, other_end = pty.openpty()
+    terminal, other_end = pytest.importorskip("pty", reason="needs a terminal").openpty()
     subprocess.run(
         [sys.executable, "-m", "chargpt", *args],
         stdout=other_end,
@@ -116,6 +115,7 @@ def test_unknown_prompt_characters_follow_the_policy(trained: Path, cli: Cli) ->
     assert len(replaced.stdout) == len("The ж;") + 5 + 1
 
 
+@POSIX
 def test_a_closed_output_pipe_is_no_error(trained: Path, tmp_path: Path) -> None:
     command = f"{sys.executable} -m chargpt sample {trained} --length 5000 | head -c 20"
     done = subprocess.run(

@@ -1,17 +1,17 @@
 """Signals and failing disks while `chargpt train` runs as a process of its own."""
 
 import os
-import pty
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import start_cli
+from conftest import run_cli, start_cli
 from shared_runs import QUICK
 from typer.testing import CliRunner
 
@@ -23,6 +23,7 @@ from chargpt.store.run import load_run
 from chargpt.store.verify import verify
 from chargpt.training.start import Session, start_run
 
+pty = pytest.importorskip("pty", reason="needs terminals and signals of POSIX")
 LONG = [word.replace("max_steps=6", "max_steps=100000") for word in QUICK]
 STARTED: list[subprocess.Popen[str]] = []
 
@@ -136,6 +137,71 @@ def test_a_failed_save_is_announced_once_while_training_continues(
     assert announced[1].startswith("chargpt: cannot save step 6")
     assert len(RunFolder(tmp_path / "run").metrics.records()) > 6
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+FULL_AT_THE_END = """-c import errno, os
+from chargpt.cli import main
+from chargpt.store.folder import RunFolder
+save = RunFolder.save
+def save_unless_full(run, **content):
+    if content["state"].step == 6 and str(run.path) == "run" and os.path.exists("full"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return save(run, **content)
+RunFolder.save = save_unless_full
+main.run()"""
+
+
+def test_without_a_terminal_a_full_disk_sends_the_last_step_to_the_temporary_folder(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "full").touch()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    words = ("train", verse, *QUICK, "--out", "run")
+    process = start_cli(*words, cwd=tmp_path, program=FULL_AT_THE_END, stdin=subprocess.DEVNULL)
+    _, err = process.communicate(timeout=60)
+    [copy] = (tmp_path / "temporary").glob("chargpt-*/run")
+    assert (process.returncode, "Traceback" in err) == (1, False)
+    assert "cannot save step 6 of run (No space left on device); it is saved in" in err
+    assert err.endswith(f"  chargpt sample {copy}\n")
+    assert load_run(copy, "best", "cpu").step == load_run(copy, "latest", "cpu").step == 6
+    assert not verify(RunFolder(copy)).problems
+    more = run_cli("train", "--resume", copy, "-s", "train.max_steps=8", cwd=tmp_path)
+    assert (more.returncode, load_run(copy, "latest", "cpu").step) == (0, 8)
+    assert [step.name for step in list_checkpoints(tmp_path / "run/checkpoints")][-1][-1] == "3"
+
+
+@pytest.mark.parametrize(("answer", "code"), [(b"\n", 0), (b"q\n", 1), (b"\x03", 1)])
+def test_on_a_terminal_the_weights_wait_until_the_full_disk_has_space(
+    answer: bytes, code: int, verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "full").touch()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    terminal, other_end = pty.openpty()
+    process = start_cli(
+        *("train", verse, *QUICK, "--out", "run"),
+        cwd=tmp_path,
+        program=FULL_AT_THE_END,
+        stdin=other_end,
+        stdout=other_end,
+        stderr=other_end,
+        preexec_fn=lambda: os.login_tty(0),
+    )
+    STARTED.append(process)
+    os.close(other_end)
+    shown, n_asked = b"", 0
+    with suppress(OSError):  # Linux's way to say that the other end is closed
+        while chunk := os.read(terminal, 4096):
+            shown += chunk
+            if shown.count(b"temporary folder") > n_asked:
+                n_asked += 1
+                if n_asked == 2 and code == 0:
+                    (tmp_path / "full").unlink()
+                os.write(terminal, b"\n" if n_asked == 1 else answer)
+    os.close(terminal)
+    assert (process.wait(timeout=30), n_asked) == (code, 2), shown
+    [path] = [tmp_path / "run"] if code == 0 else tmp_path.glob("chargpt-*/run")
+    assert load_run(path, device="cpu").step == 6
 
 
 class SignalOnDeletion:

@@ -1,12 +1,10 @@
 """What a terminal shows: sentences, tables and progress bars."""
 
 import os
-import pty
 import re
 import shutil
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,9 @@ from rich.cells import cell_len
 from shared_runs import QUICK
 
 from chargpt.cli import console, tables
+
+pty = pytest.importorskip("pty", reason="needs terminals of POSIX")
+termios = pytest.importorskip("termios")
 
 
 def on_terminal(*arguments: str, cwd: Path) -> str:

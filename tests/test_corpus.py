@@ -843,6 +843,7 @@ def test_a_changed_source_is_noticed(write: Write) -> None:
     assert not file.has_changed()  # as on another machine
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_files_are_flushed_to_disk_in_order(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -877,6 +878,7 @@ def test_read_text_decodes_like_a_corpus(write: Write, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory has another unit")
 def test_memory_stays_bounded_for_a_large_text(tmp_path: Path) -> None:
     path = tmp_path / "large.txt"
     with open(path, "wb") as file:

@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Cli, refusal, start_cli
+from conftest import POSIX, REPOSITORY, Cli, refusal, start_cli
 
 from chargpt.store.checkpoint import list_checkpoints
 from chargpt.store.run import load_run
@@ -19,6 +19,7 @@ TINY = (
 ).split()
 
 
+@POSIX
 def test_a_run_that_is_moved_away_while_it_trains_is_saved_again(
     verse: Path, tmp_path: Path
 ) -> None:
@@ -37,6 +38,7 @@ def test_a_run_that_is_moved_away_while_it_trains_is_saved_again(
     assert load_run(tmp_path / "r", "latest", "cpu").step
 
 
+@POSIX
 def test_a_process_that_was_stopped_beyond_its_budget_saves_and_ends(
     verse: Path, tmp_path: Path
 ) -> None:

@@ -3,8 +3,8 @@
 import io
 import pickle
 import random
-import resource
 import shutil
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -297,6 +297,7 @@ def changed_at_random(good: dict[str, bytes]) -> Iterator[tuple[str, bytes]]:
             yield name, bytes(changed)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_hostile_files_run_nothing_and_are_refused_with_one_sentence(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     saved = checkpoint_of(noisy_gpt2())
@@ -314,6 +315,7 @@ def test_hostile_files_run_nothing_and_are_refused_with_one_sentence(tmp_path: P
             assert not marker.exists(), content
         return ""
 
+    resource = pytest.importorskip("resource", reason="limits memory")
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 2_000_000_000, hard))

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Cli, refusal, run_here, start_cli
+from conftest import REPOSITORY, Cli, refusal, run_here, skip_on_windows, start_cli
 
 from chargpt.cli import console, tables
 from chargpt.distributed import is_main_rank, world_size
@@ -93,6 +93,8 @@ def russian(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shell(command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
     """Run a shell command in which $CHARGPT is the program."""
+    if os.name != "posix":
+        skip_on_windows()
     own = {"CHARGPT": f"{sys.executable} -m chargpt", "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"],

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import REPOSITORY, Cli, run_cli, run_python
 from test_docs import load_script
 
@@ -25,6 +26,16 @@ SHORT = shlex.split(
 def test_the_readme_begins_with_its_two_commands() -> None:
     assert BLOCKS[0].strip() == "pip install . && chargpt train"
     assert BLOCKS[1].strip() == "pip install '.[dev]' && pytest -n auto"
+
+
+def test_the_workflow_runs_the_two_commands_on_three_systems() -> None:
+    workflow = yaml.safe_load((REPOSITORY / ".github/workflows/ci.yml").read_text("utf-8"))
+    [job] = workflow["jobs"].values()
+    matrix = job["strategy"]["matrix"]
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands == [block.strip() for block in BLOCKS[:2]]
+    assert [name.partition("-")[0] for name in matrix["os"]] == ["ubuntu", "macos", "windows"]
+    assert (matrix["python"], job["strategy"]["fail-fast"]) == (["3.11", "3.13"], False)
 
 
 @pytest.mark.slow

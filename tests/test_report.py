@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY, WIDTHS, Cli, run_here, start_cli
+from conftest import POSIX, REPOSITORY, WIDTHS, Cli, run_here, start_cli
 from saving import failing
 
 from chargpt.analysis import predictions
@@ -224,6 +224,7 @@ def test_overlap_is_left_out_for_a_long_training_split(
     assert "<code>chargpt sample --overlap</code> searches it" in path.read_text(encoding="utf-8")
 
 
+@POSIX
 @pytest.mark.slow
 def test_a_report_on_standard_output_is_the_page_alone(page: Page) -> None:
     with open("page.html", "wb") as file:

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, start_cli
+from conftest import POSIX, REPOSITORY, start_cli
 from formula import logits_of_long_text
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -63,6 +63,7 @@ def test_a_streams_text_does_not_depend_on_the_number_of_streams():
     assert continuations(model, sequence_ids=[4, 1]) == [together[4], together[1]]
 
 
+@POSIX
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("form", [["--num-samples=1"], ["--num-samples=16"], ["--json"]])
 def test_a_signal_ends_the_sample_command_and_what_was_sampled_is_printed(number, form, tmp_path):

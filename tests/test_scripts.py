@@ -14,7 +14,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY
+from conftest import POSIX, REPOSITORY
 
 from chargpt.inference.evaluation import EvaluationProtocol
 
@@ -39,6 +39,7 @@ def test_the_measurements_for_a_first_gpu_run_on_a_cpu(verse: Path, tmp_path: Pa
     assert values["torch"]
 
 
+@POSIX
 @pytest.mark.slow
 def test_the_gpu_suite_writes_its_record_also_when_it_is_stopped(
     verse: Path, tmp_path: Path

@@ -6,9 +6,9 @@ import functools
 import json
 import math
 import os
-import resource
 import shutil
 import stat
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import REPOSITORY, start_cli
+from conftest import POSIX, REPOSITORY, start_cli
 from saving import CONFIG, TOKENIZER, failing, rewrite, save
 
 from chargpt.errors import DeviceError, RunError, UnreadableError
@@ -937,6 +937,7 @@ def test_a_reader_beside_a_saving_run_sees_no_damage(run: RunFolder) -> None:
         writer.join()
 
 
+@POSIX
 def test_a_file_system_without_locks_or_flushing_of_folders_is_used_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str]
 ) -> None:
@@ -956,10 +957,12 @@ def test_a_file_system_without_locks_or_flushing_of_folders_is_used_with_a_note(
     assert load_run(run.path, device="cpu").step == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere in another unit")
 def test_a_small_file_with_the_config_of_a_large_model_allocates_nothing(run: RunFolder) -> None:
     folder = save(run, 1)
     large = CONFIG.with_values({"model.n_embd": 2048, "model.n_layer": 8})
     rewrite(folder, "config.yaml", large.to_yaml().encode())
+    resource = pytest.importorskip("resource", reason="measures memory")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(RunError, match="do not match its config"):
         run.load("1")

@@ -7,7 +7,6 @@ curves and samples are from the run's metrics. The prose is in `pages/report.htm
 import itertools
 import math
 import platform
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from chargpt.analysis.explain import (
 )
 from chargpt.analysis.page import render
 from chargpt.analysis.result import MIXTURE_LABEL, RunScores, evaluate_run, summarize
-from chargpt.files import write_output
+from chargpt.files import quoted, write_output
 from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.generation import sample
 from chargpt.models.gpt import GPT
@@ -225,7 +224,7 @@ def reproduction(run: Run) -> Values:
     """Return the command that repeats the run, its environment and its config."""
     state, config = run.state, run.config
     text = ["TEXT"] if config.text.path == STDIN else []  # which the config cannot name
-    command = shlex.join(["chargpt", "train", *text, "-c", str(run.folder / "config.yaml")])
+    command = " ".join(map(quoted, ["chargpt", "train", *text, "-c", run.folder / "config.yaml"]))
     is_imported = config.model.kind == "gpt2" and config.train.from_run is None
     return {
         "command": "it was trained by another program" if is_imported else f"{command} --out COPY",

@@ -1,6 +1,5 @@
 """`chargpt compare`: baselines, a bigram and a GPT on the same text, or existing runs."""
 
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from chargpt.cli.main import catch_signals
 from chargpt.cli.train import run_steps, show_plan
 from chargpt.config import Config
 from chargpt.errors import ConfigError, Stopped
+from chargpt.files import quoted
 from chargpt.store.folder import is_readable_run, is_run
 from chargpt.text.corpus import Corpus
 from chargpt.text.source import find_text
@@ -155,7 +155,7 @@ def train_models(
         deadline, fixed_keys = request.deadline()
     config = with_measured_threads(config)
     with text_of_runs(config, out, "compare") as (folder, corpus):
-        path = shlex.quote(str(folder))
+        path = quoted(folder)
         max_tokens = comparison.MAX_TOKENS
         try:
             if deadline is not None:
@@ -181,7 +181,7 @@ def train_models(
     if not json_:
         console.out(f"the runs are in {folder}; next:")
         for name in names:
-            console.out(f"  chargpt sample {shlex.quote(str(folder / name))}")
+            console.out(f"  chargpt sample {quoted(folder / name)}")
 
 
 def run_session(name: str, session: Session) -> None:

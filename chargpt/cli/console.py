@@ -1,5 +1,6 @@
 """Printing for commands: data on stdout, messages and progress on stderr, numbers with units."""
 
+import errno
 import json
 import logging
 import os
@@ -172,7 +173,9 @@ def write_out(text: str) -> None:
         return
     try:
         print(text, end="", flush=True)
-    except BrokenPipeError:  # which click would make exit code 1
+    except OSError as error:  # EPIPE, which click would make exit code 1; EINVAL on Windows
+        if error.errno not in (errno.EPIPE, errno.EINVAL):
+            raise
         raise OutputClosed from None
 
 

@@ -1,6 +1,5 @@
 """`chargpt evaluate` and `chargpt score`: how well a run predicts a text, and its lines."""
 
-import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import typer
 from chargpt.analysis.result import MIXTURE_LABEL, loss_cells
 from chargpt.cli import console, options, runs, tables
 from chargpt.errors import RunError, Stopped
+from chargpt.files import quoted
 from chargpt.inference import evaluation, scoring
 from chargpt.inference.evaluation import Evaluation, EvaluationProtocol
 from chargpt.store.mixture import has_mixture
@@ -162,7 +162,7 @@ def show(run: Run, measured: Mapping[str, Evaluation], title: str, seconds: floa
     if result.nats_per_document is not None:
         sentence = "nats/document: with the documents before each as context"
         if run.config.text.documents == "lines":
-            command = f"chargpt score {shlex.quote(str(run.folder))} FILE"
+            command = f"chargpt score {quoted(run.folder)} FILE"
             sentence = f"{sentence}; {command} scores each line on its own"
         console.out_sentence(sentence)
     for name, each in measured.items():

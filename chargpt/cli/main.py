@@ -40,7 +40,7 @@ ClickException: Any = typer.BadParameter.__mro__[2]
 INTERRUPTED = 130  # some of its versions return this exit code after Ctrl-C, others raise `Abort`
 HELP_PAGES = Path(__file__).parent / "help"  # written by scripts/write_help_pages.py
 HELP_COLUMNS = 80
-NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")  # the last is Ctrl-Break of Windows
 
 COMMANDS = (
     "train sample evaluate compare score compress decompress explain report play export import "
@@ -280,7 +280,7 @@ def open_streams() -> None:
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="replace", newline="")  # Windows would write CR LF for LF
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
 

@@ -1,13 +1,12 @@
 """`chargpt report`, all about a run on one page; and what `chargpt train` prints at its end."""
 
-import shlex
 from dataclasses import asdict
 
 from chargpt.analysis.report import write_report
 from chargpt.analysis.result import RunScores, evaluate_run, summarize
 from chargpt.cli import console, options, runs, tables
 from chargpt.errors import ChargptError, Stopped
-from chargpt.files import is_open_descriptor
+from chargpt.files import is_open_descriptor, quoted
 from chargpt.store.run import Run, load_run
 from chargpt.training.deadline import MIN_REPORT_BUDGET
 from chargpt.training.finetune import forgetting
@@ -115,7 +114,7 @@ def print_result(
     console.out_sentence(
         f"trained to step {state.step:,} in {console.duration(state.seconds)}{earlier}; {best_step}"
     )
-    path = shlex.quote(str(session.folder.path))
+    path = quoted(session.folder.path)
     more = f" -s train.max_steps={2 * state.step}" if session.trainer.finished else ""
     if more and session.pace is not None:
         more = f" --budget {session.pace.deadline.seconds:g}s"
@@ -136,7 +135,7 @@ def show_report(session: Session, best: Run, scores: RunScores, *, json_: bool) 
             corpus = session.trainer.corpus
             page = write_report(best, corpus=corpus, scores=scores, on_progress=on_progress)
     except (ChargptError, OSError) as error:  # the run itself is complete and saved
-        path = shlex.quote(str(session.folder.path))
+        path = quoted(session.folder.path)
         console.say(f"no report: {error}; `chargpt report {path}` tries again")
     else:
         (console.say if json_ else console.out)(f"report: {page}")

@@ -1,7 +1,6 @@
 """`chargpt train`: a text in, a trained model out; and steps on a progress bar."""
 
 import math
-import shlex
 import sys
 from contextlib import closing
 from functools import partial
@@ -16,6 +15,7 @@ from chargpt.cli.main import catch_signals, say_stopping
 from chargpt.config import ModelConfig
 from chargpt.device import default_threads, used_memory
 from chargpt.errors import ConfigError, FinishedError, Stopped
+from chargpt.files import quoted
 from chargpt.models.ngram import MAX_TOKENS, NGRAM
 from chargpt.text.display import display_char
 from chargpt.text.source import RECORD_SEPARATOR
@@ -224,6 +224,21 @@ class StepView:
             console.say(f"-- sample at step {report.step:,}{legend} --")
             console.say(report.sample, is_sample=True)
 
+    def wait_for_space(self, failure: str) -> bool:
+        """Ask on a terminal for disk space; return whether to save again."""
+        if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            return False
+        self.bar.close()
+        console.say(
+            f"{failure}; the weights are in memory: free some space and press Enter to save them, "
+            "or q and Enter to save a copy of the run in the system's temporary folder"
+        )
+        try:
+            answer = sys.stdin.readline()
+        except Stopped:
+            return False
+        return answer.strip() != "q" and answer != ""
+
     def _detail(self, report: StepReport) -> str:
         """Return loss, validation, the next baseline to beat and speed, within 80 columns."""
         # the last one that was read: reading the step's own would synchronise a GPU
@@ -242,10 +257,10 @@ class StepView:
 def run_steps(session: Session) -> None:
     """Run all steps with a progress bar; a signal saves the run and ends the command."""
     trainer, view = session.trainer, StepView(session)
-    resume = f"resume with\n  chargpt train --resume {shlex.quote(str(session.folder.path))}"
+    resume = f"resume with\n  chargpt train --resume {quoted(session.folder.path)}"
     try:
         with closing(view.bar):
-            for report in session.reports(say_stopping):
+            for report in session.reports(say_stopping, view.wait_for_space):
                 view.show(report)
     except Stopped as stop:
         say_lost_metrics(session)

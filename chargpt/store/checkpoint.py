@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import shlex
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor
 from chargpt.config import Config, ModelConfig, validate
 from chargpt.device import require_memory
 from chargpt.errors import ChargptError, DeviceError, RunError, UnreadableError
-from chargpt.files import Buffers, entry_names, parse_yaml, to_json
+from chargpt.files import Buffers, entry_names, parse_yaml, quoted, to_json
 from chargpt.models import build_model, count_parameters, rotary_bytes
 from chargpt.store import commit
 from chargpt.store.tensors import deserialize, load_weights
@@ -269,7 +268,7 @@ def _candidates(parent: Path, which: str, skipped: list[str]) -> list[Path]:
     """Return the checkpoints to try in order; add to `skipped` what hides which one is the best."""
     folders = list_checkpoints(parent)[::-1]
     if not folders:
-        run = shlex.quote(str(parent.parent))
+        run = quoted(parent.parent)
         raise RunError(
             f"{parent.parent} holds no checkpoint yet: it is still training, or was ended before "
             f"its first one; `chargpt train TEXT --out {run}` begins it anew"

@@ -17,6 +17,7 @@ from chargpt.files import (
     Buffers,
     entry_names,
     exists,
+    is_missing,
     read_json,
     read_regular,
     sync_directory,
@@ -102,7 +103,7 @@ def remove(folder: Path, names: Iterable[str]) -> None:
 
 def read_error(path: Path, error: Exception) -> RunError:
     """Return the error about a file: it is damaged or missing, or the system cannot read it."""
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | NotADirectoryError):
+    if isinstance(error, OSError) and not is_missing(error):
         return UnreadableError(
             f"{path} cannot be read ({error.strerror}); try again, and if that does not help, "
             "check the disk and the permissions"

@@ -11,7 +11,6 @@ import errno
 import itertools
 import os
 import re
-import shlex
 import shutil
 import stat
 import tempfile
@@ -27,11 +26,14 @@ from chargpt.config import Config, TextConfig
 from chargpt.distributed import is_main_rank
 from chargpt.errors import ChargptError, RunError
 from chargpt.files import (
+    IS_WINDOWS,
     UNSUPPORTED,
     entry_names,
     exists,
+    is_missing,
     name_pattern,
     open_regular,
+    quoted,
     read_regular,
     sync_directory,
     write_atomically,
@@ -159,8 +161,10 @@ class RunFolder:
         finally:
             with suppress(OSError):
                 self._delete_new()
-                if is_new and os.listdir(self.path) == [LOCK]:
-                    (self.path / LOCK).unlink()
+                if IS_WINDOWS:
+                    self._lock.release()
+                if is_new and {*os.listdir(self.path)} <= {LOCK}:
+                    (self.path / LOCK).unlink(missing_ok=True)
                     if not had_folder:
                         self.path.rmdir()
             self._lock.release()
@@ -242,13 +246,19 @@ class RunFolder:
     def _rename_old_run(self) -> None:
         """Rename the run here, with the new one in its subfolder, and move that one here."""
         lock, old = FileLock(self.path / NEW / LOCK), unused_old_name(self.path)
-        if self._lock.is_locked:
+        is_locked = self._lock.is_locked
+        if IS_WINDOWS:
+            self._lock.release()
+        elif is_locked:
             lock.acquire()  # of the new folder
         os.rename(self.path, old)
         os.rename(old / NEW, self.path)
         sync_directory(self.path.parent)
         self._lock.release()
-        self._lock = lock
+        if not IS_WINDOWS:
+            self._lock = lock
+        elif is_locked:
+            self._acquire()
         logger.warning(f"the run that was {self.path} is now {old}")
 
     def require_space(self, n_bytes: int) -> None:
@@ -300,6 +310,25 @@ class RunFolder:
         folder = write_checkpoint(self.checkpoints, state.step, files)
         prune_checkpoints(self.checkpoints, state.best_step, config.train.keep_last, folder)
         return folder
+
+    def copy_to(self, copy: "RunFolder", best_step: int | None) -> None:
+        """Add single files, best checkpoint and text to a copy that has the last checkpoint.
+
+        What the disk has no room for is left out.
+        """
+        with suppress(OSError):
+            for name in set(RUN_FILES).intersection(entry_names(self.path)):
+                shutil.copyfile(self.path / name, copy.path / name)
+            copy.metrics.unwritten = self.metrics.unwritten
+            copy.metrics.append()
+            best = name_of(best_step or 0)
+            if exists(self.checkpoints / best):
+                link_files(self.checkpoints / best, copy.checkpoints / best)
+            if self.has_text():
+                (copy.path / NEW).mkdir()
+                link_files(self.path / TEXT, copy.new_text)
+                copy.adopt_text()
+                (copy.path / NEW).rmdir()
 
     def create_from_weights(
         self,
@@ -398,7 +427,7 @@ class RunFolder:
             raise RunError(
                 f"{self.path} was trained by an earlier version of chargpt, which kept texts "
                 "elsewhere; give it the same text, under any name, with `chargpt train TEXT "
-                f"--resume --out {shlex.quote(str(self.path))}`, which also finishes its steps"
+                f"--resume --out {quoted(self.path)}`, which also finishes its steps"
             )
         return read_prepared(self.path / TEXT, settings, tokenizer)
 
@@ -486,7 +515,7 @@ def _entries(folder: Path) -> Iterator[str]:
     """Yield the relative path of everything in a folder, the innermost first."""
 
     def reject(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        if not is_missing(error):
             raise error
 
     for root, folders, files in os.walk(folder, topdown=False, onerror=reject):

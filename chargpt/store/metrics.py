@@ -28,7 +28,7 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._unwritten: list[str] = []  # lines whose write failed
+        self.unwritten: list[str] = []  # lines whose write failed, for the next `append`
 
     def append(self, *records: Mapping[str, object]) -> None:
         """Append a line each, after any lines whose earlier write failed.
@@ -37,11 +37,11 @@ class MetricsLog:
             OSError: the write failed; the lines are kept for the next call.
         """
         # a failed write may have left part of a line: end it
-        prefix = "\n" if self._unwritten else ""
-        self._unwritten += [json.dumps(record) + "\n" for record in records]
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(prefix + "".join(self._unwritten))
-        self._unwritten.clear()
+        prefix = "\n" if self.unwritten else ""
+        self.unwritten += [json.dumps(record) + "\n" for record in records]
+        with open(self.path, "a", encoding="utf-8", newline="\n") as file:
+            file.write(prefix + "".join(self.unwritten))
+        self.unwritten.clear()
 
     def records(self) -> list[dict[str, Any]]:
         """Return the records in order, without malformed lines (a crash may cut the last short).
@@ -82,7 +82,7 @@ class MetricsLog:
 
         On an OSError or RunError the file is unchanged.
         """
-        self._unwritten.clear()
+        self.unwritten.clear()
         kept = (
             line for line in self._lines() if (parse_record(line) or {"step": 0})["step"] <= step
         )

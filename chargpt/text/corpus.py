@@ -8,6 +8,7 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -213,7 +214,10 @@ class Corpus:
             number = bisect_right(begins, before) - 1
             line, start = before - begins[number] + 1, int(self._document_boundaries[document])
         line += self._lines_before(index) - self._lines_before(start)
-        return Place(os.path.relpath(self.files[number].path), line)
+        path = self.files[number].path
+        with suppress(ValueError):  # Windows: it is on another drive
+            path = os.path.relpath(path)
+        return Place(path, line)
 
     def _lines_before(self, index: int) -> int:
         """Return the number of line ends before a token."""

@@ -2,7 +2,6 @@
 
 import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from chargpt.config import unescape
+from chargpt.files import quoted
 from chargpt.log import logger
 from chargpt.text.corpus import Corpus, PairCounts, count_pairs, count_tokens
 from chargpt.text.display import sign_or_code
@@ -187,7 +187,7 @@ class ListGuess(NamedTuple):
     @property
     def setting(self) -> str:
         """The option that makes the items documents."""
-        return f"-s text.documents={shlex.quote(self.documents)}"
+        return f"-s text.documents={quoted(self.documents)}"
 
 
 def guess_list(text: str) -> ListGuess | None:

@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field
 
 from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError
-from chargpt.files import open_regular, read_json, to_json, write_synced
+from chargpt.files import IS_WINDOWS, open_regular, read_json, to_json, write_synced
 from chargpt.log import logger
 from chargpt.text import TextProgress
 from chargpt.text.corpus import (
@@ -237,7 +237,7 @@ def _write_tokens(
 
     checksums = {TOKENS: _write(path, encoded())}
     if tokenizer.eos_token:
-        tokens = np.memmap(path, dtype=tokenizer.dtype, mode="r")
+        tokens = _mapped(path, tokenizer.dtype)
         path.unlink()  # the map keeps its content
         orders = [
             first + shuffled_order(end - first, settings.seed)
@@ -250,7 +250,7 @@ def _write_tokens(
             LINES: _write(folder / LINES, iter([lines])),
         }
     for name in checksums:
-        with open(folder / name, "rb") as file:
+        with open(folder / name, "r+b") as file:  # Windows flushes no file that is only read
             os.fsync(file.fileno())
     return begins, checksums
 
@@ -359,16 +359,19 @@ def _measure(path: Path, size: int) -> int:
     return checksum
 
 
+def _mapped(path: Path, dtype: Any) -> Any:
+    """Return the array in a file that is moved or deleted later, memory-mapped where that works."""
+    return np.fromfile(path, dtype) if IS_WINDOWS else np.memmap(path, dtype, mode="r")
+
+
 def _open(folder: Path, settings: TextConfig, tokenizer: CharTokenizer, meta: _Meta) -> Corpus:
     """Return the text of a folder, memory-mapped; ValueError if its ids are not the tokenizer's."""
-    lines = None
-    if LINES in meta.checksums:
-        lines = np.memmap(folder / LINES, dtype=np.int64, mode="r")
+    lines = _mapped(folder / LINES, np.int64) if LINES in meta.checksums else None
     return Corpus(
         name=meta.name,
         key=meta.key,
         tokenizer=tokenizer,
-        tokens=np.memmap(folder / TOKENS, dtype=tokenizer.dtype, mode="r"),
+        tokens=_mapped(folder / TOKENS, tokenizer.dtype),
         settings=settings,
         rare_count=meta.rare_count,
         files=tuple(meta.files),

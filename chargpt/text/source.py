@@ -11,7 +11,6 @@ import gzip
 import io
 import os
 import re
-import shlex
 import stat
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import IO, Any, NamedTuple
 
 from chargpt.config import TextConfig
 from chargpt.errors import MissingTextError, TextError, most_similar
+from chargpt.files import is_missing, quoted
 from chargpt.log import logger
 from chargpt.text import TextProgress
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
@@ -242,12 +242,12 @@ def _find(settings: TextConfig, text: str | None = None) -> Source:
             return _find_folder(found, settings)
         if stat.S_ISREG(mode):
             return Source(found.name, (_text_file(found),))
-    except (FileNotFoundError, NotADirectoryError):
+    except (OSError, ValueError) as error:
+        if not is_missing(error):
+            raise TextError(_unreadable(path, error)) from None
         if glob.has_magic(str(found)) and not URL.search(str(found)):
             return _find_glob(found, settings)
         raise MissingTextError(missing_message(found)) from None
-    except (OSError, ValueError) as error:
-        raise TextError(_unreadable(path, error)) from None
     raise TextError(f"{path} is a device or a pipe, not a file; pipe its text in and name it `-`")
 
 
@@ -261,7 +261,7 @@ def missing_message(path: Path) -> str:
     if match := URL.search(str(path)):
         url = f"{match[1]}://{match[2]}"
         named = next((each.name for each in CATALOG.values() if each.url == url), None)
-        command = f"chargpt data get {named}" if named else f"curl -LO {shlex.quote(url)}"
+        command = f"chargpt data get {named}" if named else f"curl -LO {quoted(url)}"
         return f"{url} is an address and not a file; download it first: `{command}`"
     remedy = "correct the path, or see `chargpt data list` for texts to fetch"
     if similar := most_similar(str(path), CATALOG):
@@ -322,9 +322,7 @@ def _find_folder(root: Path, settings: TextConfig) -> Source:
                 "continues the run)"
             )
         common = max(others, key=others.__getitem__, default="")
-        read = (
-            f"-s text.suffixes={common}" if common else shlex.quote(f"{glob.escape(str(root))}/*")
-        )
+        read = f"-s text.suffixes={common}" if common else quoted(f"{glob.escape(str(root))}/*")
         remedy = f"; name another folder, or its files: {read}"
         if others and (problem := problem_of(_head(str(examples[common])))):
             remedy = f", and {examples[common].name} (1 of {others[common]:,}) {problem}"
@@ -347,7 +345,7 @@ def _selected(
 
     def is_excluded(path: Path) -> bool:
         inside = path.relative_to(root.absolute())
-        names = {path.name, *map(str, (inside, *inside.parents))}
+        names = {path.name, *(each.as_posix() for each in (inside, *inside.parents))}
         return any(fnmatchcase(name, each) for each in settings.exclude for name in names)
 
     def order(path: Path) -> tuple[list[list[str | int]], str]:
@@ -607,7 +605,7 @@ def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str
         if codec == "utf-8" and error.reason == "unexpected end of data":
             return (
                 f"{name} ends within a character ({problem}), as a file that was cut does; leave "
-                f"its last bytes out: head -c {position} {shlex.quote(name)}"
+                f"its last bytes out: head -c {position} {quoted(name)}"
             )
         guesses = guess_encodings(error.object, error.start) or guesses
         is_marked = _codec_of("auto", error.object) != "utf-8"

@@ -2,7 +2,6 @@
 
 import math
 import os
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -14,7 +13,7 @@ from chargpt.config import Config
 from chargpt.device import choose_device
 from chargpt.distributed import init_process_group, is_main_rank
 from chargpt.errors import ConfigError, FinishedError, RunError, TextError
-from chargpt.files import exists
+from chargpt.files import exists, quoted
 from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
 from chargpt.store.checkpoint import Checkpoint, name_of
@@ -121,7 +120,7 @@ def text_of_run(
         RunError: the run has no text, or a file of it is damaged.
     """
     settings, tokenizer = saved.config.text, saved.tokenizer
-    run = shlex.quote(str(folder.path))
+    run = quoted(folder.path)
     if request.start is StartMode.NEW_OR_RESUME:
         given = request.resolved[0].text
         keys = ("path", "val_path", "test_path")
@@ -149,7 +148,7 @@ def text_of_run(
     if has_other_files or any(file.has_changed() for file in corpus.files):
         logger.warning(
             f"{corpus.name} has changed since the run began: the run goes on with its own copy of "
-            f"the text, and `chargpt train {shlex.quote(str(settings.path))} --from {run}` trains "
+            f"the text, and `chargpt train {quoted(settings.path)} --from {run}` trains "
             "on the new one from its weights"
         )
     return corpus

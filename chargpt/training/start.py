@@ -5,7 +5,10 @@ request -> settings -> text -> plan -> baselines -> trainer -> run folder -> ste
 
 import itertools
 import re
+import shutil
 import signal
+import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,8 +27,15 @@ from chargpt.distributed import (
     is_main_rank,
     world_size,
 )
-from chargpt.errors import ConfigError, OperationError, RunError, Stopped, TextError
-from chargpt.files import exists
+from chargpt.errors import (
+    ConfigError,
+    OperationError,
+    RunError,
+    Stopped,
+    TextError,
+    UnsavedError,
+)
+from chargpt.files import exists, quoted
 from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
 from chargpt.store.folder import RunFolder, has_checkpoint
@@ -169,19 +179,54 @@ class Session:
     base_run: Run | None = None  # whose weights are the start of a new run
     resumed_at: int | None = None  # step that a resumed run continues from
 
-    def reports(self, on_signal: Callable[[int], object] = lambda _: None) -> Iterator[StepReport]:
+    def reports(
+        self,
+        on_signal: Callable[[int], object] = lambda _: None,
+        wait_for_space: Callable[[str], bool] = lambda _: False,
+    ) -> Iterator[StepReport]:
         """Run all steps and yield a report after each.
 
         After a signal, of which `on_signal` gets the number, the step ends and the run is saved.
+        If the last save fails, `wait_for_space` is called with the cause, until one succeeds. Once
+        it returns false, a copy of the run goes to the system's temporary folder.
 
         Raises:
             Stopped: a signal has ended the run, on this rank or another, or came with the last
                 step.
+            UnsavedError: the last checkpoint is not in the run's folder.
         """
-        with deferred_signals(on_signal) as caught:
-            yield from self.trainer.steps(self.pace, lambda: bool(caught))
+        try:
+            with deferred_signals(on_signal) as caught:
+                yield from self.trainer.steps(self.pace, lambda: bool(caught))
+        except UnsavedError:
+            while (failure := self.trainer.save_failure) is not None:
+                asked = time.perf_counter()
+                is_retry = wait_for_space(failure)
+                self.trainer.started += time.perf_counter() - asked  # waiting is no training time
+                if not is_retry:
+                    self._save_copy(failure)
+                    raise
+                self.trainer.save()
         if caught or self.trainer.stopped_by == "signal":  # by another rank, with an unknown number
             raise Stopped(caught[0] if caught else signal.SIGTERM, is_saved=True)
+
+    def _save_copy(self, failure: str) -> None:
+        """Raise an UnsavedError that names a copy of the run, unless that cannot be written."""
+        trainer = self.trainer
+        try:
+            parent = Path(tempfile.mkdtemp(prefix="chargpt-"))
+        except OSError:
+            return
+        trainer.folder = trainer.writer.folder = copy = RunFolder(parent / self.folder.path.name)
+        if trainer.save() is None:
+            shutil.rmtree(parent, ignore_errors=True)
+            return
+        self.folder.copy_to(copy, trainer.state.best_step)
+        use = "sample" if trainer.finished else "train --resume"
+        raise UnsavedError(
+            f"{failure}; it is saved in {copy.path}, a copy of the run: move it to a disk with "
+            f"space, or use it there, as with\n  chargpt {use} {quoted(copy.path)}"
+        ) from None
 
     def late_note(self) -> str | None:
         """Return a sentence if a budgeted command has taken longer than was announced."""
@@ -204,7 +249,7 @@ def deferred_signals(on_signal: Callable[[int], object]) -> Iterator[list[int]]:
     previous: dict[int, Any] = {}
 
     def handle(number: int, frame: object) -> None:
-        if caught and number == signal.SIGINT:
+        if caught and number in (signal.SIGINT, getattr(signal, "SIGBREAK", None)):
             previous[number](number, frame)
         caught.append(number)
         on_signal(number)
@@ -336,7 +381,8 @@ def start_run(
 
 def slug(name: str) -> str:
     """Return a text's name as part of a folder name: `novel.txt` gives `novel`."""
-    return re.sub(r"[^\w.-]+", "-", Path(name).stem).strip("-.") or "text"
+    # without dots: Windows takes con.2-gpt for a device
+    return re.sub(r"[^\w-]+", "-", Path(name).stem).strip("-") or "text"
 
 
 @contextmanager

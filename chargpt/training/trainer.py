@@ -5,7 +5,6 @@ for report in trainer.steps():
 """
 
 import math
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +17,8 @@ from torch import Tensor
 from chargpt.config import Config
 from chargpt.device import choose_device, choose_dtype, configure, default_threads
 from chargpt.distributed import RankGroup
-from chargpt.errors import DivergedError, OperationError, RunError
+from chargpt.errors import DivergedError, RunError, UnsavedError
+from chargpt.files import quoted
 from chargpt.inference.evaluation import Evaluation
 from chargpt.log import logger
 from chargpt.models.ngram import NGramLM
@@ -142,7 +142,7 @@ class Trainer:
 
         Raises:
             DivergedError: the loss, a gradient or a weight is not finite.
-            OperationError: the last checkpoint, also that of a stop, could not be written.
+            UnsavedError: the last checkpoint, also that of a stop, could not be written.
         """
         self.started = time.perf_counter() - self.state.seconds
         self.saved_at = time.perf_counter()
@@ -219,7 +219,7 @@ class Trainer:
             self.validate(report)
         is_due = report.is_best or self.config_is_unsaved or self._is_due(train.save_every)
         if is_due or self._is_long_unsaved():
-            self._save(report)
+            self._save()
         if train.sample_every and self._is_due(train.sample_every):
             self._sample(report)
         return report
@@ -265,7 +265,7 @@ class Trainer:
             )
         if report.validation is None:
             self.validate(report)
-        self._save(report)
+        self._save()
 
     def _measure_speed(self, report: StepReport) -> None:
         """Add the speed, over the last second or more, to a report."""
@@ -360,20 +360,22 @@ class Trainer:
             raise RunError("this trainer has no folder to save in; create it with folder=")
         self._save()
         self._finish_saving()
+        self.writer.record()
         return self.writer.newest if self.writer.saved_step == self.state.step else None
 
-    def _save(self, report: StepReport | None = None) -> None:
-        """Commit a checkpoint of this step; the validation in its report decides the best.
+    def _save(self) -> None:
+        """Commit a checkpoint of this step; its validation, if it had one, decides the best.
 
         From a GPU it is written in the background. Raises what `save` does.
         """
         began = time.perf_counter()
         self._finish_saving()
         self.write_metrics()
-        state = self.state
-        if report is not None and report.is_best and report.validation is not None:
-            nats = report.validation.nats_per_char
-            state = replace(state, best_step=report.step, best_nats_per_char=nats)
+        state, last = self.state, self.last_validation
+        if last is not None and (last.step, last.is_best) == (state.step, True):
+            assert last.validation is not None
+            nats = last.validation.nats_per_char
+            state = replace(state, best_step=state.step, best_nats_per_char=nats)
         is_new_best = state.best_step != self.state.best_step
         is_new = self.writer.saved_step != state.step or is_new_best or self.config_is_unsaved
         if self.folder is None or not is_new:
@@ -406,18 +408,22 @@ class Trainer:
                 best_nats_per_char=saved.best_nats_per_char,
             )
 
-    def _require_saved(self) -> None:
-        """Raise an OperationError if the checkpoint of the last step could not be written."""
+    @property
+    def save_failure(self) -> str | None:
+        """Why the checkpoint of this step could not be written, in a phrase; None if it was."""
         step, error = self.state.step, self.writer.disk_error
         if self.folder is None or error is None or self.writer.saved_step == step:
+            return None
+        return f"cannot save step {step:,} of {self.folder.path} ({error})"
+
+    def _require_saved(self) -> None:
+        """Raise an UnsavedError if the checkpoint of the last step could not be written."""
+        if self.folder is None or (failure := self.save_failure) is None:
             return
-        path, again = self.folder.path, "train again"
+        again = "train again"
         if self.writer.saved_step is not None:
-            again = f"resume with\n  chargpt train --resume {shlex.quote(str(path))}"
-        raise OperationError(
-            f"cannot save step {step:,} of {path} ({error}); {self.last_checkpoint}; free some "
-            f"space, then {again}"
-        )
+            again = f"resume with\n  chargpt train --resume {quoted(self.folder.path)}"
+        raise UnsavedError(f"{failure}; {self.last_checkpoint}; free some space, then {again}")
 
     @property
     def last_checkpoint(self) -> str:

@@ -49,12 +49,12 @@ class RunWriter:
         self._saved: RunState | None = None  # for `finish`
 
     def record(self, *records: Mapping[str, Any]) -> None:
-        """Append records to the metrics."""
+        """Append records to the metrics, and those whose earlier write failed."""
         if self.folder is None:
             return
         with self._tolerate_disk_errors():
             self.folder.metrics.append(*records)
-        if self.has_tensorboard:
+        if self.has_tensorboard and records:
             try:
                 self._add_to_tensorboard(self.folder.path / TENSORBOARD, *records)
             except OSError:  # metrics.jsonl holds the same records

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -263,6 +264,7 @@ def _exec_chargpt(
         )
         os.setsid()
         os.chdir(folder)
+        tempfile.tempdir = str(folder)
         if save_log is not None:
             _log_saves(save_log)
         if fault is not None:
@@ -287,7 +289,8 @@ def _log_saves(path: Path) -> None:
 
     def save(self: RunFolder, **contents: Any) -> Path:
         folder = real(self, **contents)
-        os.write(descriptor, f"{contents['state'].step}\n".encode())
+        if not self.path.is_absolute():  # as the copy of a run after a failed last save is
+            os.write(descriptor, f"{contents['state'].step}\n".encode())
         return folder
 
     RunFolder.save = save  # type: ignore[method-assign]
