@@ -5,7 +5,9 @@ Shapes in this file: H = heads, T = characters.
 
 import itertools
 import math
+import os
 import re
+import sys
 import unicodedata
 import warnings
 from collections.abc import Mapping, Sequence
@@ -196,6 +198,7 @@ def attention(weights: npt.NDArray[np.float32], text: str, titles: Sequence[str]
         text: T characters.
         titles: one per head.
     """
+    import_matplotlib()
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
@@ -256,6 +259,7 @@ def ladder(result: "Ladder") -> "Figure":
 
 def _axes(width: float, height: float, n_rows: int = 1) -> "tuple[Figure, list[Axes]]":
     """Return a figure, sizes in inches, and its axes, one below the other, of two spines each."""
+    import_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -263,6 +267,19 @@ def _axes(width: float, height: float, n_rows: int = 1) -> "tuple[Figure, list[A
     for axes in all_axes:
         axes.spines[["top", "right"]].set_visible(False)
     return figure, all_axes
+
+
+def import_matplotlib() -> None:
+    """Import matplotlib, also if MPLBACKEND names a backend that is not installed.
+
+    Jupyter sets it for every program that a notebook starts. Figures here are drawn without one.
+    """
+    if "matplotlib" not in sys.modules and (backend := os.environ.pop("MPLBACKEND", "")):
+        import matplotlib
+
+        os.environ["MPLBACKEND"] = backend
+        with suppress(ValueError):
+            matplotlib.rcParams["backend"] = backend  # of a notebook's own plots
 
 
 def _rendered(figure: "Figure", salt: str = "chargpt", **options: Any) -> bytes:
