@@ -404,6 +404,28 @@ def test_a_folder_stands_for_its_run(tiny_run: chargpt.Run) -> None:
     assert "\n" not in repr(tiny_run)
 
 
+def test_runs_and_results_show_themselves_in_a_notebook(verse: Path, tmp_path: Path) -> None:
+    text, folder = tmp_path / "<b>&.txt", tmp_path / "<i>"
+    text.write_text(verse.read_text(encoding="utf-8")[:8000], encoding="utf-8")
+    config = Config().with_values({**TINY, "text.path": str(text), "device": "cpu"})
+    compared = chargpt.compare(config, folder, models=["gpt"])
+    run = chargpt.load_run(folder / "gpt", device="cpu")
+    result = chargpt.evaluate(run)
+    loss = f"{result.nats_per_char:.4f}"
+    assert repr(result).startswith(f"Evaluation({loss} nats/char, ")
+    assert repr(compared).startswith("Comparison('<b>&.txt', nats/char: uniform ")
+    assert f"gpt (trained) {compared.rows[-1].nats_per_char:.4f}" in str(compared)
+    assert loss in result._repr_html_()
+    for page in (run._repr_html_(), compared._repr_html_()):
+        assert "&lt;b&gt;&amp;.txt" in page
+        assert "<b>" not in page
+        assert "<i>" not in page
+        assert "<svg" in page
+    (run.folder / "metrics.jsonl").unlink()
+    (run.folder / "metrics.jsonl").mkdir()  # unreadable
+    assert f"{run.model.num_parameters():,}" in run._repr_html_()
+
+
 def test_mistakes_in_a_call_are_said_in_a_sentence(tiny_run: chargpt.Run) -> None:
     api: Any = chargpt  # the calls are wrong also by their types
     for message, call in (
