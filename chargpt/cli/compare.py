@@ -16,7 +16,7 @@ from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
 from chargpt.analysis.result import MIN_RISE, loss_cells
 from chargpt.cli import console, options, tables
 from chargpt.cli.main import catch_signals
-from chargpt.cli.train import run_steps, show_plan
+from chargpt.cli.train import LABEL, describe_plan, run_steps
 from chargpt.config import Config
 from chargpt.errors import ConfigError, Stopped
 from chargpt.store.folder import is_readable_run, is_run
@@ -188,7 +188,7 @@ def train_models(
 def run_session(name: str, session: Session) -> None:
     """Run all steps of a model with its plan and a progress bar."""
     console.say(f"== {name} ==")
-    show_plan(session)
+    console.say(describe_plan(session), hanging=LABEL * " ")
     run_steps(session)
 
 

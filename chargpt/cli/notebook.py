@@ -1,4 +1,4 @@
-"""What runs and results show in a notebook: HTML, in which every text is escaped."""
+"""What trainings, runs and results show in a notebook: HTML, in which every text is escaped."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -9,14 +9,16 @@ from markupsafe import Markup
 from chargpt.analysis import plots
 from chargpt.analysis.compare import Comparison, conclusions
 from chargpt.analysis.page import render
-from chargpt.analysis.result import loss_cells
-from chargpt.cli import compare, console, evaluate
-from chargpt.cli.train import describe_model
+from chargpt.analysis.result import loss_cells, summarize
+from chargpt.cli import compare, console, evaluate, report
+from chargpt.cli.train import describe_model, describe_plan
 from chargpt.errors import ChargptError
 from chargpt.inference.evaluation import Evaluation
+from chargpt.log import logger
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
+from chargpt.training.start import Session
 
 WIDTH = 6.5  # inches of a plot
 
@@ -31,6 +33,29 @@ def html(
     """Return a table, then sentences and a plot."""
     page: dict[str, Any] = {"columns": columns, "rows": rows, "sentences": sentences, "plot": plot}
     return render("notebook.html", caption=caption, **page)
+
+
+def show_plan(session: Session) -> None:
+    """Print what `chargpt train` prints before the first step."""
+    console.out(describe_plan(session))
+
+
+def show_result(session: Session, run: Run) -> None:
+    """Display the losses of a trained run beside the baselines, and the summary, as a command does.
+
+    The mixture is fitted first. An error is logged: the run is complete and saved.
+    """
+    from IPython.display import HTML, display  # only notebooks have it
+
+    try:
+        scores = report.final_scores(session, run)
+        sentences = summarize(run, scores, session.folder.metrics.records())
+    except ChargptError as error:
+        logger.warning(f"no results: {error}")
+        return
+    caption = f"losses on {scores.scored_on}"
+    rows = scores.rows(run.config.model.kind)
+    display(HTML(html(caption, rows, report.COLUMNS, sentences)))
 
 
 def run_html(run: Run) -> str:
