@@ -23,6 +23,7 @@ from chargpt.errors import (
     RunError,
     TextError,
 )
+from chargpt.log import logger
 from chargpt.models import build_model
 from chargpt.store.folder import RunFolder
 from chargpt.training.start import Request, StartMode
@@ -56,7 +57,7 @@ def interrupt_step(step: int, patch: pytest.MonkeyPatch, real: Any = Trainer.tra
 
 
 def test_train_sample_and_evaluate_print_nothing_but_a_bar_on_request(
-    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
     assert run.step == 4
@@ -64,8 +65,18 @@ def test_train_sample_and_evaluate_print_nothing_but_a_bar_on_request(
     assert 0 < chargpt.evaluate(run).nats_per_char < 5
     printed = capfd.readouterr()
     assert printed.out == printed.err == ""
+    real: Any = Trainer.train_step
+
+    def noted(trainer: Trainer) -> Any:
+        logger.warning("a note")
+        return real(trainer)
+
+    monkeypatch.setattr(Trainer, "train_step", noted)
     chargpt.train(verse, settings=TINY, out=tmp_path / "other", device="cpu", progress=True)
-    assert "4/4" in capfd.readouterr().err
+    printed = capfd.readouterr()
+    assert "4/4" in printed.err
+    assert printed.err.count("\ra note\n") == 4  # above the bar
+    assert printed.out == ""
 
 
 def test_the_command_line_trains_the_same_model(verse: Path, tmp_path: Path, cli: object) -> None:

@@ -137,9 +137,13 @@ def _run_steps(session: Session, *, progress: bool) -> None:
     with warnings.catch_warnings():  # that ipywidgets are not installed
         warnings.simplefilter("ignore")
         from tqdm.auto import tqdm
+        from tqdm.contrib.logging import logging_redirect_tqdm
     done, total = trainer.state.step, trainer.config.train.max_steps
     try:
-        with tqdm(total=total, initial=done, unit="step", disable=not is_shown) as bar:
+        with (
+            logging_redirect_tqdm(None if is_shown else [], tqdm),  # above the bar
+            tqdm(total=total, initial=done, unit="step", disable=not is_shown) as bar,
+        ):
             for report in session.reports():
                 bar.total = report.max_steps
                 if report.validation is not None:
