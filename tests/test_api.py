@@ -432,6 +432,7 @@ def test_runs_and_results_show_themselves_in_a_notebook(verse: Path, tmp_path: P
         assert "<b>" not in page
         assert "<i>" not in page
         assert "<svg" in page
+        assert "<style" not in page  # it would hold for the whole notebook
     (run.folder / "metrics.jsonl").unlink()
     (run.folder / "metrics.jsonl").mkdir()  # unreadable
     assert f"{run.model.num_parameters():,}" in run._repr_html_()

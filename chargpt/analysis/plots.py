@@ -87,7 +87,10 @@ def inline(figure: "Figure", name: str) -> Markup:
         return without_numbers.replace("#000000", "currentColor")
 
     svg = re.sub(r"<[^>]+>", shorten, svg[svg.index("<svg") :])  # and not the text between tags
-    return Markup(svg.replace("<svg ", '<svg aria-hidden="true" ', 1))  # its container has a label
+    # matplotlib's style sheet would hold for the whole page; the container has a label
+    svg = re.sub(r"\s*<defs>\s*<style.*?</defs>", "", svg, count=1, flags=re.DOTALL)
+    start = '<svg aria-hidden="true" style="stroke-linejoin: round" '
+    return Markup(svg.replace("<svg ", start, 1))
 
 
 def loss_curves(
