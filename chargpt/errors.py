@@ -1,8 +1,8 @@
 """Exceptions with a message for the user.
 
-Each message is one sentence that states the cause and the remedy. A command prints it and exits
-with `exit_code`: 2 if the input was invalid, 1 if the input was valid and the operation failed.
-Internal invariants are `assert` statements, which print a traceback.
+Each message is one sentence that states the cause and the remedy. A command prints it, as IPython
+does, and exits with `exit_code`: 2 if the input was invalid, 1 if it was valid and the operation
+failed. Internal invariants are `assert` statements, which print a traceback.
 """
 
 from collections.abc import Iterable
@@ -17,6 +17,10 @@ class ChargptError(Exception):
     """Base class of all errors that a user can correct."""
 
     exit_code = 2
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython shows in place of a traceback: the message, which says it all."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class ConfigError(ChargptError):

@@ -23,6 +23,7 @@ from chargpt.errors import (
     RunError,
     TextError,
 )
+from chargpt.log import logger
 from chargpt.models import build_model
 from chargpt.store.folder import RunFolder
 from chargpt.training.start import Request, StartMode
@@ -56,7 +57,7 @@ def interrupt_step(step: int, patch: pytest.MonkeyPatch, real: Any = Trainer.tra
 
 
 def test_train_sample_and_evaluate_print_nothing_but_a_bar_on_request(
-    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    verse: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
     assert run.step == 4
@@ -64,8 +65,18 @@ def test_train_sample_and_evaluate_print_nothing_but_a_bar_on_request(
     assert 0 < chargpt.evaluate(run).nats_per_char < 5
     printed = capfd.readouterr()
     assert printed.out == printed.err == ""
+    real: Any = Trainer.train_step
+
+    def noted(trainer: Trainer) -> Any:
+        logger.warning("a note")
+        return real(trainer)
+
+    monkeypatch.setattr(Trainer, "train_step", noted)
     chargpt.train(verse, settings=TINY, out=tmp_path / "other", device="cpu", progress=True)
-    assert "4/4" in capfd.readouterr().err
+    printed = capfd.readouterr()
+    assert "4/4" in printed.err
+    assert printed.err.count("\ra note\n") == 4  # above the bar
+    assert printed.out == ""
 
 
 def test_the_command_line_trains_the_same_model(verse: Path, tmp_path: Path, cli: object) -> None:
@@ -428,6 +439,29 @@ def test_a_folder_stands_for_its_run(tiny_run: chargpt.Run) -> None:
     assert list(chargpt.stream(folder, length=5, seed=1))
     assert repr(tiny_run).startswith(f"Run({folder!r}, gpt, ")
     assert "\n" not in repr(tiny_run)
+
+
+def test_runs_and_results_show_themselves_in_a_notebook(verse: Path, tmp_path: Path) -> None:
+    text, folder = tmp_path / "<b>&.txt", tmp_path / "<i>"
+    text.write_text(verse.read_text(encoding="utf-8")[:8000], encoding="utf-8")
+    config = Config().with_values({**TINY, "text.path": str(text), "device": "cpu"})
+    compared = chargpt.compare(config, folder, models=["gpt"])
+    run = chargpt.load_run(folder / "gpt", device="cpu")
+    result = chargpt.evaluate(run)
+    loss = f"{result.nats_per_char:.4f}"
+    assert repr(result).startswith(f"Evaluation({loss} nats/char, ")
+    assert repr(compared).startswith("Comparison('<b>&.txt', nats/char: uniform ")
+    assert f"gpt (trained) {compared.rows[-1].nats_per_char:.4f}" in str(compared)
+    assert loss in result._repr_html_()
+    for page in (run._repr_html_(), compared._repr_html_()):
+        assert "&lt;b&gt;&amp;.txt" in page
+        assert "<b>" not in page
+        assert "<i>" not in page
+        assert "<svg" in page
+        assert "<style" not in page  # it would hold for the whole notebook
+    (run.folder / "metrics.jsonl").unlink()
+    (run.folder / "metrics.jsonl").mkdir()  # unreadable
+    assert f"{run.model.num_parameters():,}" in run._repr_html_()
 
 
 def test_mistakes_in_a_call_are_said_in_a_sentence(tiny_run: chargpt.Run) -> None:

@@ -110,11 +110,11 @@ def test_no_function_is_longer_than_a_screen() -> None:
         assert lines <= MAX_FUNCTION_LINES, f"{path}:{node.lineno} {node.name}: {lines} lines"
 
 
-LATE_IMPORTS = (("train.py", "train"), ("console.py", "__init__"))
+LATE_IMPORTS = (("train.py", "train"), ("console.py", "__init__"), ("notebook.py", "show_result"))
 
 
 def test_the_command_line_imports_at_the_top_of_its_files() -> None:
-    """But for the results of a run, which training needs only at its end, and the bar's tqdm."""
+    """But for the results of a run, which training needs only at its end, tqdm and IPython."""
     for path, node in functions():
         if path.parent.name == "cli" and (path.name, node.name) not in LATE_IMPORTS:
             inner = [n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]

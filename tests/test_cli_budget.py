@@ -12,7 +12,7 @@ from starting import create_run, pace_of
 
 from chargpt.cli.console import short
 from chargpt.cli.report import show_result
-from chargpt.cli.train import StepView, describe_model, run_steps, show_plan
+from chargpt.cli.train import StepView, describe_model, describe_plan, run_steps
 from chargpt.config import Config, ModelConfig, TextConfig, load_config
 from chargpt.device import ThreadTuner
 from chargpt.files import dump_yaml
@@ -227,15 +227,12 @@ def test_the_plan_leaves_time_for_the_mixture(
     assert available[1] - available[0] == pytest.approx(expected, abs=0.001)
 
 
-def test_speeds_are_in_characters_and_models_by_their_kind(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_speeds_are_in_characters_and_models_by_their_kind() -> None:
     corpus = load_corpus(TextConfig(min_count=300), text="sea é light è\n" * 200)
     assert corpus.characters_per_token < 0.9
     trainer = trainer_module.Trainer(load_config("bigram"), corpus)
     pace = pace_of(Deadline.from_budget(10.0), speed=1e6)
-    show_plan(Session(trainer, RunFolder(Path("run")), None, 1.0, pace))
-    shown = " ".join(capfd.readouterr().err.split())
+    shown = describe_plan(Session(trainer, RunFolder(Path("run")), None, 1.0, pace))
     assert f"{1e6 * corpus.characters_per_token:,.0f} characters/s" in shown
     assert f"{trainer.model.num_parameters():,} parameters" in shown
     assert f"= {short(round(650 * 8192 * corpus.characters_per_token))} characters (" in shown

@@ -34,7 +34,8 @@ def on_terminal(*arguments: str, cwd: Path) -> str:
             pass
         os.close(main)
     assert process.returncode == 0
-    return b"".join(chunks).decode().replace("loading PyTorch ...\r\n", "")
+    shown = b"".join(chunks).decode()
+    return re.sub(r"loading PyTorch \.\.\.\r +\r", "", shown)  # erased
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -71,13 +73,30 @@ def test_the_architecture_page_lists_the_modules_on_the_way_to_the_first_step(
 
 @pytest.mark.slow
 def test_the_notebook_runs(verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    cells = json.loads((REPOSITORY / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
-    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    """Its cells, in a kernel of Jupyter, show what they are there to show, and no more."""
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "short.txt").write_text(verse.read_text(encoding="utf-8")[:4000], encoding="utf-8")
-    short = 'chargpt.train("short.txt", budget="60s")'  # 40 epochs take seconds
-    done = run_python(code.replace('chargpt.train(budget="30s")', short), tmp_path)
-    assert done.returncode == 0, done.stderr
-    difference = float(done.stdout.rpartition("largest difference:")[2])
-    assert difference < 1e-5
-    assert "6-gram" in done.stdout
+    page = (REPOSITORY / "docs" / "tour.ipynb").read_text(encoding="utf-8")
+    short = 'chargpt.train(\\"short.txt\\", budget=\\"5s\\")'
+    assert page.count('chargpt.train(budget=\\"30s\\")') == 1
+    tour = nbformat.reads(page.replace('chargpt.train(budget=\\"30s\\")', short), 4)
+    nbclient.NotebookClient(tour, timeout=300, coalesce_streams=True).execute()
+    cells = [cell.outputs for cell in tour.cells if cell.cell_type == "code"]
+    trained, shown, *_, heads, difference, mistake, command = cells
+
+    plan = next(each.text for each in trained if each.get("name") == "stdout")
+    assert [line.split()[0] for line in plan.splitlines()[:2]] == ["budget", "text"]
+    assert "%|" in json.dumps(trained)  # the progress bar
+    assert "6-gram" in trained[-1].data["text/html"]
+    assert "<svg" in shown[0].data["text/html"]
+    assert "Evaluation(" in shown[1].data["text/plain"]
+    assert "image/png" in heads[0].data  # matplotlib still draws into the notebook
+    assert float(difference[0].text.rpartition(":")[2]) < 1e-5
+    assert [line.partition(":")[0] for line in mistake[0].traceback] == ["UnknownCharacterError"]
+    assert [each.text.split() for each in command] == [["runs/short-gpt/report.html"]]
+    assert "Warning" not in json.dumps(cells)

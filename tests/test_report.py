@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import POSIX, REPOSITORY, WIDTHS, Cli, run_here, start_cli
+from conftest import POSIX, REPOSITORY, WIDTHS, Cli, run_cli, run_here, run_python, start_cli
 from saving import failing
 
 from chargpt.analysis import predictions
@@ -202,6 +202,21 @@ def test_a_long_training_writes_its_report(
     assert Path("long/report.html").exists()
     # it is the run's own file: --force replaces the run, report and all
     assert cli("train", verse, *TINY, "--out", "long", "--force").returncode == 0
+
+
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nonsense"])
+def test_no_picture_depends_on_the_backend_that_jupyter_names(
+    backend: str, folder: Path, verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", backend)
+    program = "from chargpt.cli import main, report; report.MIN_REPORT_BUDGET = 0; main.run()"
+    trained = run_python(program, tmp_path, "train", verse, *TINY, "--out", "run")
+    assert "report: run/report.html" in trained.stdout, trained.stderr
+    for command, option in (("report", "--out"), ("compare", "--plot"), ("explain", "--plot")):
+        name = f"{command}.{'html' if option == '--out' else 'svg'}"
+        done = run_cli(command, folder / "mine", option, name, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "<svg" in (tmp_path / name).read_text(encoding="utf-8")
 
 
 def test_a_failed_report_does_not_fail_the_training(

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class Row:
         return loss | facts
 
 
-@dataclass
+@dataclass(repr=False)
 class Comparison:
     """Rows, validation curves and samples of the compared models, and the baselines' losses.
 
@@ -99,6 +100,14 @@ class Comparison:
     baselines: Mapping[str, float] = field(default_factory=dict)
     curve_baselines: Mapping[str, float] = field(default_factory=dict)  # on the curves' characters
     val_origin: str = ""  # " of NAME" if the validation split has files of its own
+
+    def __repr__(self) -> str:
+        losses = ", ".join(f"{row.model} {row.nats_per_char:.4f}" for row in self.rows)
+        return f"Comparison({self.title!r}, nats/char: {losses})"
+
+    def _repr_html_(self) -> str:
+        """Return the table, the conclusions and the validation curves as HTML, for a notebook."""
+        return str(import_module("chargpt.cli.notebook").comparison_html(self))
 
     @property
     def scored_on(self) -> str:

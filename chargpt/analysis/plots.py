@@ -5,7 +5,9 @@ Shapes in this file: H = heads, T = characters.
 
 import itertools
 import math
+import os
 import re
+import sys
 import unicodedata
 import warnings
 from collections.abc import Mapping, Sequence
@@ -85,7 +87,10 @@ def inline(figure: "Figure", name: str) -> Markup:
         return without_numbers.replace("#000000", "currentColor")
 
     svg = re.sub(r"<[^>]+>", shorten, svg[svg.index("<svg") :])  # and not the text between tags
-    return Markup(svg.replace("<svg ", '<svg aria-hidden="true" ', 1))  # its container has a label
+    # matplotlib's style sheet would hold for the whole page; the container has a label
+    svg = re.sub(r"\s*<defs>\s*<style.*?</defs>", "", svg, count=1, flags=re.DOTALL)
+    start = '<svg aria-hidden="true" style="stroke-linejoin: round" '
+    return Markup(svg.replace("<svg ", start, 1))
 
 
 def loss_curves(
@@ -196,6 +201,7 @@ def attention(weights: npt.NDArray[np.float32], text: str, titles: Sequence[str]
         text: T characters.
         titles: one per head.
     """
+    import_matplotlib()
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
@@ -256,6 +262,7 @@ def ladder(result: "Ladder") -> "Figure":
 
 def _axes(width: float, height: float, n_rows: int = 1) -> "tuple[Figure, list[Axes]]":
     """Return a figure, sizes in inches, and its axes, one below the other, of two spines each."""
+    import_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -263,6 +270,19 @@ def _axes(width: float, height: float, n_rows: int = 1) -> "tuple[Figure, list[A
     for axes in all_axes:
         axes.spines[["top", "right"]].set_visible(False)
     return figure, all_axes
+
+
+def import_matplotlib() -> None:
+    """Import matplotlib, also if MPLBACKEND names a backend that is not installed.
+
+    Jupyter sets it for every program that a notebook starts. Figures here are drawn without one.
+    """
+    if "matplotlib" not in sys.modules and (backend := os.environ.pop("MPLBACKEND", "")):
+        import matplotlib
+
+        os.environ["MPLBACKEND"] = backend
+        with suppress(ValueError):
+            matplotlib.rcParams["backend"] = backend  # of a notebook's own plots
 
 
 def _rendered(figure: "Figure", salt: str = "chargpt", **options: Any) -> bytes:

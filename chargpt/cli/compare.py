@@ -10,12 +10,12 @@ import typer
 
 from chargpt.analysis import compare as comparison
 from chargpt.analysis import plots
-from chargpt.analysis.compare import Comparison, shared_text, undertrained
+from chargpt.analysis.compare import Comparison, Row, shared_text, undertrained
 from chargpt.analysis.ladder import Estimate, Ladder, run_ladder
 from chargpt.analysis.result import MIN_RISE, loss_cells
 from chargpt.cli import console, options, tables
 from chargpt.cli.main import catch_signals
-from chargpt.cli.train import run_steps, show_plan
+from chargpt.cli.train import LABEL, describe_plan, run_steps
 from chargpt.config import Config
 from chargpt.errors import ConfigError, Stopped
 from chargpt.files import quoted
@@ -26,6 +26,7 @@ from chargpt.training.budget import plan_run, with_measured_threads
 from chargpt.training.start import Request, Session, output_folder, slug
 
 MODELS = ",".join(comparison.MODELS)
+COLUMNS = ("model", "parameters", "seconds", "nats/char", "bits/char", "perplexity")
 MAX_SAMPLE = 150  # characters of a rung's sample
 SPARKS = 16  # columns of a sparkline, so that its line fits 80
 
@@ -187,7 +188,7 @@ def train_models(
 def run_session(name: str, session: Session) -> None:
     """Run all steps of a model with its plan and a progress bar."""
     console.say(f"== {name} ==")
-    show_plan(session)
+    console.say(describe_plan(session), hanging=LABEL * " ")
     run_steps(session)
 
 
@@ -220,23 +221,8 @@ def print_comparison(result: Comparison, plot: Path | None, *, json_: bool) -> N
 
 def print_rows(result: Comparison) -> None:
     """Print the table, the gain of the GPT, and a sparkline per run."""
-
-    def cell(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    tables.table(
-        ["model", "parameters", "seconds", "nats/char", "bits/char", "perplexity"],
-        [
-            [
-                row.model,
-                cell(row.parameters, ","),
-                cell(row.seconds, ",.1f"),
-                *loss_cells(row.nats_per_char),
-            ]
-            for row in result.rows
-        ],
-        title=f"{result.title}: loss on {result.scored_on}",
-    )
+    title = f"{result.title}: loss on {result.scored_on}"
+    tables.table(COLUMNS, [cells(row) for row in result.rows], title=title)
     for sentence in comparison.conclusions(result):
         console.out_sentence(sentence)
     if result.curves:
@@ -248,6 +234,13 @@ def print_rows(result: Comparison) -> None:
             step, lowest = min(points, key=lambda point: point[1])
             rise = f", last {last:.3f}" if last > lowest + MIN_RISE else ""
             console.out(f"{name:18} {line} {first:.3f} -> {lowest:.3f} at step {step:,}{rise}")
+
+
+def cells(row: Row) -> list[str]:
+    """Return the cells of a row under COLUMNS."""
+    parameters = "-" if row.parameters is None else f"{row.parameters:,}"
+    seconds = "-" if row.seconds is None else f"{row.seconds:,.1f}"
+    return [row.model, parameters, seconds, *loss_cells(row.nats_per_char)]
 
 
 def compare_rungs(

@@ -34,6 +34,7 @@ UNSAFE = re.compile(f"[{CONTROLS}\u202a-\u202e\u2066-\u2069]")  # or reorders th
 started = time.perf_counter()  # when the command began; `run` sets it
 is_silent = False  # on the ranks of `torchrun` but the first; `run` sets it
 active_bar: "tqdm[NoReturn] | None" = None  # the progress bar on the terminal
+notice = ""  # of `say_if_slow`, on the terminal's last line until the next message or bar
 
 
 def terminal_width(stream: TextIO) -> int:
@@ -64,12 +65,13 @@ def wrapped(text: str, stream: TextIO, indent: str = "", hanging: str = "") -> s
     return "\n".join(lines).replace("\0", " ")
 
 
-def say(text: str, hanging: str = "", *, is_sample: bool = False) -> None:
-    """Print a message on stderr, above the progress bar.
+def say(text: str, hanging: str = "", *, is_sample: bool = False, end: str = "\n") -> None:
+    """Print a message on stderr, above the progress bar, in place of a notice.
 
-    A sample keeps its own line breaks and, in a file, every character. A closed stderr stops no
-    work.
+    A sample keeps its own line breaks and, in a file, every character. A message without an `end`
+    is a notice. A closed stderr stops no work.
     """
+    global notice
     if not is_sample:
         text = wrapped(printable(text), sys.stderr, hanging=hanging)
     elif sys.stderr.isatty():
@@ -78,7 +80,9 @@ def say(text: str, hanging: str = "", *, is_sample: bool = False) -> None:
         return
     try:
         if active_bar is None:
-            print(text, file=sys.stderr, flush=True)
+            erased = f"\r{' ' * len(notice)}\r" if notice else ""
+            notice = "" if end else text
+            print(erased + text, end=end, file=sys.stderr, flush=True)
         else:
             active_bar.delay = 0  # it is shown again after the text, and removed only if due
             active_bar.write(text, file=sys.stderr)
@@ -88,23 +92,28 @@ def say(text: str, hanging: str = "", *, is_sample: bool = False) -> None:
 
 @contextmanager
 def say_if_slow(text: str) -> Iterator[threading.Timer]:
-    """Print a message on a terminal in a second, unless the block ends or cancels it before.
+    """Show a message on a terminal in a second, unless the block ends or cancels it before.
 
-    It is not printed either if there is a progress bar, which says more.
+    It is not shown either if there is a progress bar, which says more. The end of the block erases
+    it, since a notebook keeps what a command has printed.
     """
 
     def notify() -> None:
         if active_bar is None:
-            say(text)
+            say(text, end="")
 
-    notice = threading.Timer(NOTICE_SECONDS, notify)
-    notice.daemon = True
+    timer = threading.Timer(NOTICE_SECONDS, notify)
+    timer.daemon = True
     if sys.stderr.isatty():
-        notice.start()
+        timer.start()
     try:
-        yield notice
+        yield timer
     finally:
-        notice.cancel()
+        timer.cancel()
+        if timer.is_alive():
+            timer.join()
+        if notice:
+            say("", end="")
 
 
 class NoteHandler(logging.Handler):
@@ -289,6 +298,8 @@ class ProgressBar:
         self.unit, self.done = unit, initial
         self.last_line, self.last_done = time.monotonic(), initial
         if not is_silent and sys.stderr.isatty():
+            if notice:
+                say("", end="")
             from tqdm import tqdm  # which would delay --help
 
             active_bar = tqdm(

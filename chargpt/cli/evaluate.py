@@ -22,6 +22,7 @@ from chargpt.text.source import read_text
 from chargpt.training.adaptive import adaptive_losses
 
 SHOWN = 3  # lines at each end of the ranking
+COLUMNS = ("nats/char", "bits/char", "perplexity", "accuracy", "std error")
 MAX_SHOWN = 200  # characters of a line: the table cuts it where the terminal ends
 
 
@@ -144,16 +145,8 @@ def show(run: Run, measured: Mapping[str, Evaluation], title: str, seconds: floa
     """
     result, *_ = measured.values()
     tables.table(
-        ["model", "nats/char", "bits/char", "perplexity", "accuracy", "std error"],
-        [
-            [
-                name,
-                *loss_cells(each.nats_per_char),
-                f"{each.accuracy:.2%}",
-                f"{each.standard_error:.4f}",
-            ]
-            for name, each in measured.items()
-        ],
+        ["model", *COLUMNS],
+        [[name, *cells(each)] for name, each in measured.items()],
         title=f"{title}: protocol {result.protocol}, blocks of {result.block_size}",
     )
     for name, each in measured.items():
@@ -174,6 +167,12 @@ def show(run: Run, measured: Mapping[str, Evaluation], title: str, seconds: floa
     )
     if result.protocol == "nanogpt":
         console.out_sentence("its random blocks overlap: the standard error is too small")
+
+
+def cells(result: Evaluation) -> list[str]:
+    """Return the cells of an evaluation under COLUMNS."""
+    error = f"{result.standard_error:.4f}"
+    return [*loss_cells(result.nats_per_char), f"{result.accuracy:.2%}", error]
 
 
 def scored_characters(result: Evaluation) -> str:

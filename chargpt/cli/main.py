@@ -427,7 +427,7 @@ def exit_at_once(number: int, _frame: object) -> None:
     """
     if not console.is_silent:
         with suppress(OSError):
-            os.write(2, b"stopped\n")
+            os.write(2, b"\nstopped\n" if console.notice else b"stopped\n")
     os._exit(128 + number)
 
 

@@ -13,6 +13,8 @@ from chargpt.training.finetune import forgetting
 from chargpt.training.mixing import try_add_mixture
 from chargpt.training.start import Session
 
+COLUMNS = ("model", "split", "nats/char", "bits/char", "perplexity")
+
 
 def report(
     run: options.RunOrNewest = None,
@@ -50,9 +52,7 @@ def show_result(session: Session, *, json_: bool = False) -> None:
 def _show_result(session: Session, *, json_: bool) -> None:
     trainer, folder, state = session.trainer, session.folder, session.trainer.state
     best = load_run(folder.path, "best", str(trainer.device))
-    mixture_run = try_add_mixture(best, trainer.corpus)
-    validation = trainer.float32_validation(best.step)
-    scores = evaluate_run(best, trainer.corpus, session.baselines, mixture_run, validation)
+    scores = final_scores(session, best)
     records = folder.metrics.records()
     sentences = summarize(best, scores, records)
     forgotten = None
@@ -92,6 +92,14 @@ def _show_result(session: Session, *, json_: bool) -> None:
         console.say(late)
 
 
+def final_scores(session: Session, best: Run) -> RunScores:
+    """Fit the mixture of a run that has been trained, and evaluate both beside the baselines."""
+    trainer = session.trainer
+    mixture_run = try_add_mixture(best, trainer.corpus)
+    validation = trainer.float32_validation(best.step)
+    return evaluate_run(best, trainer.corpus, session.baselines, mixture_run, validation)
+
+
 def print_result(
     session: Session,
     scores: RunScores,
@@ -105,7 +113,7 @@ def print_result(
     `may_improve`: whether more steps may help a finished run.
     """
     state, kind = session.trainer.state, session.trainer.config.model.kind
-    tables.table(["model", "split", "nats/char", "bits/char", "perplexity"], scores.rows(kind))
+    tables.table(COLUMNS, scores.rows(kind))
     console.out_sentence("\n".join([f"Losses on {scores.scored_on}.", *sentences]))
     best_step = f"the best checkpoint is step {state.best_step:,}"
     if state.best_step == 0:

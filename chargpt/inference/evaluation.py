@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -65,7 +66,7 @@ class BaselineLoss:
         return math.sqrt(_variance(*self.clusters)) / float(self.clusters[1].sum())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """Result of an evaluation, and how it was measured.
 
@@ -89,7 +90,16 @@ class Evaluation:
     n_unknown: int = 0  # characters outside the vocabulary, left out or replaced
     nats_per_document: float | None = None  # of a list of documents: `nats_per_char` * mean length
     # S_b and n_b, (2, blocks), or of spans, if these were given
-    clusters: Floats | None = field(default=None, repr=False, compare=False)
+    clusters: Floats | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        loss = f"{self.nats_per_char:.4f} nats/char, {self.bits_per_char:.4f} bits/char"
+        scored = f"{self.characters:,} characters of {self.split}, protocol {self.protocol}"
+        return f"Evaluation({loss}, accuracy {self.accuracy:.2%}, {scored})"
+
+    def _repr_html_(self) -> str:
+        """Return the losses as HTML, for a notebook."""
+        return str(import_module("chargpt.cli.notebook").evaluation_html(self))
 
     def difference_error(self, other: "Evaluation | BaselineLoss") -> float:
         """Return the standard error of the difference of two losses, in nats per character.

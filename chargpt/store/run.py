@@ -3,6 +3,7 @@
 import hashlib
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -36,6 +37,10 @@ class Run:
     def __repr__(self) -> str:
         size = f"{self.model.num_parameters():,} parameters"
         return f"Run({str(self.folder)!r}, {self.config.model.kind}, {size}, step {self.step:,})"
+
+    def _repr_html_(self) -> str:
+        """Return the main facts and the validation curve as HTML, for a notebook."""
+        return str(import_module("chargpt.cli.notebook").run_html(self))
 
     @torch.inference_mode()
     def logits(self, text: str) -> Tensor:

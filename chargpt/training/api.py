@@ -1,13 +1,14 @@
 """`chargpt.train`: from a text to a trained run in one call."""
 
 import os
+import sys
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Never
-
-from tqdm import tqdm
+from typing import Any, Never
 
 from chargpt.config import reject_keywords
 from chargpt.distributed import is_main_rank, world_size
@@ -31,7 +32,7 @@ def train(
     start: StartMode | str = "new",
     device: str | None = None,
     encoding: str | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
     **unknown: Never,
 ) -> Run:
     """Train a model on a text and return the run with its best checkpoint.
@@ -56,7 +57,8 @@ def train(
             none, `replace` renames it to NAME.old.
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
         encoding: of the text; by default UTF-8, or what its byte order mark says.
-        progress: show a progress bar on stderr.
+        progress: show a progress bar on stderr; in a Jupyter notebook, where it is the default, a
+            widget if ipywidgets is installed, with the plan before it and the results below.
         unknown: none; the error says what other keywords are here.
 
     Raises:
@@ -103,29 +105,49 @@ def train(
         start=start,
         started=started,
     )
+    notebook = None if progress is False else _notebook_view()
     with collected_notes() as notes:
         try:
             with open_session(request) as session:
-                _run_steps(session, progress=progress)
+                if notebook is not None:
+                    notebook.show_plan(session)
+                _run_steps(session, progress=bool(progress or notebook))
                 session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
         except FinishedError:
             if start is not StartMode.NEW_OR_RESUME:
                 raise
             return load_run(str(request.out), device=device or "auto")
         run = load_run(session.folder.path, device=device or "auto")
-        if is_main_rank():
+        if notebook is not None:
+            notebook.show_result(session, run)
+        elif is_main_rank():
             try_add_mixture(run, session.trainer.corpus)
         if (late := session.late_note()) is not None:
             logger.warning(late)
     return replace(run, notes=tuple(notes))
 
 
+def _notebook_view() -> Any:
+    """Return the module that shows a training in a notebook, which is of a later layer, or None."""
+    ipython = sys.modules.get("IPython")
+    in_kernel = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+    return import_module("chargpt.cli.notebook") if in_kernel else None
+
+
 def _run_steps(session: Session, *, progress: bool) -> None:
     """Run all steps, with a progress bar on stderr or without."""
     trainer, val = session.trainer, ""
     is_shown = progress and trainer.group.is_main
+    with warnings.catch_warnings():  # that ipywidgets are not installed
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm
+        from tqdm.contrib.logging import logging_redirect_tqdm
+    done, total = trainer.state.step, trainer.config.train.max_steps
     try:
-        with tqdm(initial=trainer.state.step, unit="step", disable=not is_shown) as bar:
+        with (
+            logging_redirect_tqdm(None if is_shown else [], tqdm),  # above the bar
+            tqdm(total=total, initial=done, unit="step", disable=not is_shown) as bar,
+        ):
             for report in session.reports():
                 bar.total = report.max_steps
                 if report.validation is not None:
