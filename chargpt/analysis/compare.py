@@ -136,11 +136,6 @@ class Group:
         return self.rows[0].run is not None
 
     @property
-    def is_mixture(self) -> bool:
-        """Whether it is the mixture of a GPT with n-gram models."""
-        return self.is_run and self.rows[0].parameters is None
-
-    @property
     def nats(self) -> list[float]:
         """The losses."""
         return [row.nats_per_char for row in self.rows]
@@ -362,7 +357,8 @@ def conclusions(result: Comparison) -> list[str]:
     """Return sentences on what differs between the models, and by how much the best is better."""
     groups = result.groups
     by_loss = sorted(groups.values(), key=lambda group: group.loss.value)
-    alone = [group for group in by_loss if group.is_run and not group.is_mixture]
+    # without mixtures, whose parameters are not counted
+    alone = [group for group in by_loss if group.is_run and group.rows[0].parameters is not None]
     trained = {g.model.removesuffix(TRAINED): g for g in groups.values() if g in alone}
     steps = {name: g.rows[0].step for name, g in trained.items() if len(g.rows) == 1}
     blocks = {name: result.evaluations[g.model].block_size for name, g in trained.items()}
@@ -455,21 +451,18 @@ def trainings_of(
     """
     found = []
     for kind, (name, values) in itertools.product(models, sweep.items()):
-        own = model_config(config, kind)
-        own, folder, label = own.with_values(values) if values else own, kind, f"{kind}{TRAINED}"
+        own, folder, label = model_config(config, kind), kind, f"{kind}{TRAINED}"
         if values:
-            label = f"{kind} {name}" if len(models) > 1 else name
+            own, label = own.with_values(values), f"{kind} {name}" if len(models) > 1 else name
             folder = label.replace(" ", "-")
-        found += (
-            with_seeds(label, folder, own, n_seeds)
-            if n_seeds > 1
-            else [Training(label, folder, own)]
-        )
+        found += with_seeds(label, folder, own, n_seeds)
     return found
 
 
 def with_seeds(model: str, folder: str, config: Config, n_seeds: int) -> list[Training]:
     """Return the runs of a model with consecutive seeds, from the config's own on."""
+    if n_seeds == 1:
+        return [Training(model, folder, config)]
     return [
         Training(model, f"{folder}-{seed}", config.with_values({"seed": seed}))
         for seed in range(config.seed, config.seed + n_seeds)
@@ -486,12 +479,11 @@ def resumed_session(
         ChargptError: the run has another text or other settings, or is unusable.
     """
     saved, given = load_latest(folder), config.flatten()
+    own = {"threads", *(RATES if saved.state.rollbacks else ())}  # that the run itself has changed
     changed = [
         key
         for key in saved.config.differing_keys(config)
-        if not (
-            given[key] == "auto" or key == "threads" or (key in RATES and saved.state.rollbacks)
-        )
+        if key not in own and given[key] != "auto"
     ]
     if saved.state.corpus_key != corpus.key:
         changed.append("the text")

@@ -140,8 +140,8 @@ def compare(
         plots.require_suffix(plot)
     options.require_outputs(plot, csv_)
     outputs = Outputs(plot, csv_, json_)
-    if csv_ == STDOUT:
-        options.reject({"--json": json_}, "and --csv - both print on stdout")
+    if json_ and csv_ == STDOUT:
+        raise ConfigError("--json and --csv - both print on stdout; name a file for the CSV")
     words = {word.partition("=")[0].strip(): split_values(word) for word in set_ or ()}
     swept = [key for key, values in words.items() if len(values) > 1]
     sweeps = f"-s {swept[0]}=A,B" if swept else ""
@@ -321,16 +321,11 @@ def sweep_of(swept: Mapping[str, list[str]]) -> dict[str, dict[str, object]]:
     }
 
 
-def run_session(name: str, session: Session) -> None:
-    """Run all steps of a model with its plan and a progress bar."""
+def run_session(name: str, session: Session, *, has_plan: bool = True) -> None:
+    """Run all steps of a model with a progress bar, after its plan."""
     console.say(f"== {name} ==")
-    show_plan(session)
-    run_steps(session, says_resume=False)
-
-
-def run_rung(name: str, session: Session) -> None:
-    """Run all steps of a rung, whose plan is that of the others, with a progress bar."""
-    console.say(f"== {name} ==")
+    if has_plan:
+        show_plan(session)
     run_steps(session, says_resume=False)
 
 
@@ -403,8 +398,9 @@ def compare_rungs(runs: TextRuns, outputs: Outputs) -> None:
     """Train the rungs with progress bars, draw them, and print the table or the JSON."""
     trainings = ladder_trainings(runs.request.resolved[0], runs.n_seeds)
     with runs.open("ladder", [training.folder for training in trainings]) as (config, folder, text):
+        run = partial(run_session, has_plan=False)  # which is that of all rungs
         ladder = run_ladder(
-            config, folder, text, runs.n_seeds, run_rung, split=runs.split, resume=runs.resume
+            config, folder, text, runs.n_seeds, run, split=runs.split, resume=runs.resume
         )
     plot = outputs.plot or folder / "ladder.svg"
     plots.save(plots.ladder(ladder), plot)
