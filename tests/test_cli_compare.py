@@ -20,8 +20,8 @@ from shared_runs import EVALUATION_KEYS, QUICK, RARE
 from chargpt.analysis import compare as comparison
 from chargpt.analysis.compare import Comparison, Row, compare_runs
 from chargpt.analysis.result import MIXTURE_SUFFIX
-from chargpt.cli.compare import print_rows, runs_in, sweep_of
-from chargpt.config import load_config, split_values
+from chargpt.cli.compare import print_rows, runs_in
+from chargpt.config import Config, load_config, split_values
 from chargpt.inference.evaluation import Baselines, evaluate, evaluate_tokens
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
@@ -92,8 +92,6 @@ def test_lists_of_values_train_each_combination_named_by_what_differs(sweep: Pat
     }  # fmt: skip
     first = runs["lr=0.01-1337"]
     assert all(set(each.differing_keys(first)) <= {"optim.lr", "seed"} for each in runs.values())
-    named = sweep_of({key: split_values(f"{key}=1,2") for key in ("model.kind", "schedule.kind")})
-    assert "model.kind=1 schedule.kind=2" in named
     assert split_values("text.suffixes=.py,.txt") == ["text.suffixes=.py,.txt"]
 
 
@@ -112,6 +110,10 @@ def test_seeds_give_mean_deviation_and_a_difference_paired_by_seed(sweep: Path, 
     half = 12.706 * stdev(gains) / math.sqrt(2)
     assert f"{abs(mean(gains)):.3f} ± {half:.3f} nats" in report["summary"][-2]
     assert report["summary"][-1] == comparison.PLUS_MINUS_OF_SEEDS
+    seeds = ((1, 5), (1, 6), (2, 5), (2, 6), (3, 5), (3, 5))  # the last two repeat one
+    configs = [Config().with_values({"optim.lr": lr, "seed": seed}) for lr, seed in seeds]
+    models = comparison.group_seeds(["g-5", "g-6", "g-5", "b", "c", "d"], configs)
+    assert models == [*2 * ["g (2 seeds)"], *2 * ["g-5 (2 seeds)"], "c", "d"]
     # a run without its own seed in the other model has no interval
     two = [sweep / "both" / name for name in ("lr=0.01-1337", "lr=0.01-1338", "lr=2e-1-1337")]
     printed = cli("compare", *two).stdout.replace("\n", " ")

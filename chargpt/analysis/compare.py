@@ -323,8 +323,9 @@ class Comparison:
 
         Args:
             folder: of the folders of the runs.
+            run_session: called with a name and a session; runs all its steps.
             pace: of the run whose config it has planned.
-            resume: do not train what is done of runs that are there.
+            resume: continue the runs that are there, and do not train what is done.
         """
         models = [training.model for training in trainings]
         shared: dict[str, object] = {}  # what the first run has measured: results depend on it
@@ -548,13 +549,9 @@ def compare_trainings(
     """Train runs on one text and evaluate them under `blocks`, beside the baselines.
 
     Args:
-        folder: of the folders of the runs.
-        run_session: called with a name and a session; runs all its steps.
-        pace: of the run whose config it has planned.
-        max_tokens: scored of the split.
-        split: `val` or `test`.
-        resume: continue the runs that are there, and do not train what is done.
+        split: of which at most `max_tokens` are scored, `val` or `test`.
         show_progress: of the evaluations.
+        trainings, folder, run_session, pace, resume: as for `Comparison.train`.
 
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
@@ -625,10 +622,11 @@ def compare_runs(
     curve_tokens = max(run.config.train.evaluation_tokens for run in runs)
     val = corpora[0].split("val") if split != "val" else all_tokens[0]
     comparison.add_baselines(Baselines(corpora[0]), all_tokens[0], val, curve_tokens)
-    names: list[str] = []
+    names, taken = list[str](), [row.model for row in comparison.rows]
     for path in paths:
-        own = path.resolve().name
-        names.append(own if own not in names else str(path))
+        full = path.resolve()
+        free = (name for name in (full.name, str(path)) if name not in (*names, *taken))
+        names.append(next(free, str(full)))
     models = group_seeds(names, [run.config for run in runs])
     for model, own, run, tokens in zip(models, names, runs, all_tokens, strict=True):
         comparison.add_run(model, own, run, tokens, find_mixture_run(run))
@@ -645,7 +643,9 @@ def group_seeds(names: Sequence[str], configs: Sequence[Config]) -> list[str]:
     for same in numbers.values():
         seeds = [configs[number].seed for number in same]
         if 1 < len(same) == len(set(seeds)):
-            first = names[same[0]].removesuffix(f"-{seeds[0]}")  # as `compare --seeds` names it
+            first, words = names[same[0]], f" ({len(same)} seeds)"
+            short = first.removesuffix(f"-{seeds[0]}") + words  # as `compare --seeds` names it
+            model = first + words if short in models else short
             for number in same:
-                models[number] = f"{first} ({len(same)} seeds)"
+                models[number] = model
     return models

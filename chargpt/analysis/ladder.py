@@ -201,7 +201,7 @@ def run_ladder(
         corpus: the text.
         n_seeds: number of seeds, from the config's own on.
         run_session: called with a name and a session; runs all its steps.
-        split: `val` or `test`.
+        split: of which the first MAX_TOKENS are scored, `val` or `test`.
         resume: continue the runs that are there, and do not train what is done.
 
     Raises:

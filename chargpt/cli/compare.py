@@ -70,12 +70,6 @@ class Outputs(NamedTuple):
         else:
             write_output(self.csv, text.getvalue().encode())
 
-    def print_paths(self) -> None:
-        """Print which files were written."""
-        for name, path in (("plot", self.plot), ("csv", self.csv)):
-            if path is not None:
-                console.out(f"{name}: {path}")
-
 
 def compare(
     texts: Annotated[
@@ -244,7 +238,10 @@ class TextRuns(NamedTuple):
 
     def _say_stopped(self, folder: Path) -> None:
         path = shlex.quote(str(folder))
-        then = "a comparison with --budget cannot be resumed"
+        then = (
+            "a comparison with --budget cannot be resumed, only a run of it: `chargpt train --resume "
+            "RUN`"
+        )
         if self.request.budget is None:
             words = [word for word in sys.argv[1:] if word != "--resume"]
             words += ["--resume"] if self.out else ["--out", str(folder), "--resume"]
@@ -271,9 +268,11 @@ def train_models(
             f"these are {n_trainings:,} trainings, and a comparison has at most {MAX_TRAININGS}; "
             "give fewer values, models or seeds"
         )
-    trainings_of = partial(
-        comparison.trainings_of, models=kinds, n_seeds=runs.n_seeds, sweep=sweep_of(swept)
-    )
+    sweep = {  # by a name without sections, such as `lr=0.01`
+        " ".join(word.partition(".")[2] for word in words): dict(map(parse_override, words))
+        for words in itertools.product(*swept.values())
+    }
+    trainings_of = partial(comparison.trainings_of, models=kinds, n_seeds=runs.n_seeds, sweep=sweep)
     names = [training.folder for training in trainings_of(config)]  # before any training
     deadline = None
     if request.budget is not None:
@@ -306,21 +305,6 @@ def train_models(
             console.out(f"  chargpt sample {shlex.quote(str(row.run))}")
 
 
-def sweep_of(swept: Mapping[str, list[str]]) -> dict[str, dict[str, object]]:
-    """Return the settings of each combination of `KEY=VALUE`, by a name such as `lr=0.01`."""
-    last = [key.rpartition(".")[2] for key in swept]
-    start = {  # that is left out of names
-        key: f"{key.rpartition('.')[0]}." if last.count(name) == 1 else ""
-        for key, name in zip(swept, last, strict=True)
-    }
-    return {
-        " ".join(word.removeprefix(start[word.partition("=")[0]]) for word in words): dict(
-            map(parse_override, words)
-        )
-        for words in itertools.product(*swept.values())
-    }
-
-
 def run_session(name: str, session: Session, *, has_plan: bool = True) -> None:
     """Run all steps of a model with a progress bar, after its plan."""
     console.say(f"== {name} ==")
@@ -351,7 +335,8 @@ def print_comparison(result: Comparison, outputs: Outputs) -> None:
     if len(result.samples) <= MAX_SAMPLES:
         for name, text in result.samples.items():
             tables.panel(f"sample of {name}", text)
-    outputs.print_paths()
+    if outputs.plot is not None:
+        console.out(f"plot: {outputs.plot}")
 
 
 def print_rows(result: Comparison) -> None:
@@ -410,7 +395,7 @@ def compare_rungs(runs: TextRuns, outputs: Outputs) -> None:
         console.out_json({**ladder.as_dict(), "plot": str(plot)})
     if outputs.has_table:
         print_ladder(ladder)
-        outputs._replace(plot=plot).print_paths()
+        console.out(f"plot: {plot}")
 
 
 def print_ladder(ladder: Ladder) -> None:
