@@ -618,7 +618,7 @@ def parse_override(written: str) -> tuple[str, object]:
 
 def split_values(written: str) -> list[str]:
     """Return `KEY=VALUE` for each value of `KEY=VALUE,VALUE`, if the setting is in `SWEPT`."""
-    key, _, values = written.partition("=")
-    if key.strip() not in SWEPT or values.strip()[:1] in ("[", "{", "'", '"'):
+    key, equals, values = written.partition("=")
+    if not equals or key.strip() not in SWEPT or values.strip()[:1] in ("[", "{", "'", '"'):
         return [written]
     return [f"{key.strip()}={value.strip()}" for value in values.split(",")]

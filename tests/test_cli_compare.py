@@ -92,7 +92,8 @@ def test_lists_of_values_train_each_combination_named_by_what_differs(sweep: Pat
     }  # fmt: skip
     first = runs["lr=0.01-1337"]
     assert all(set(each.differing_keys(first)) <= {"optim.lr", "seed"} for each in runs.values())
-    assert split_values("text.suffixes=.py,.txt") == ["text.suffixes=.py,.txt"]
+    for written in ("text.suffixes=.py,.txt", "optim.lr"):
+        assert split_values(written) == [written]
 
 
 def test_seeds_give_mean_deviation_and_a_difference_paired_by_seed(sweep: Path, cli: Cli) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -455,7 +456,7 @@ def trainings_of(
         own, folder, label = model_config(config, kind), kind, f"{kind}{TRAINED}"
         if values:
             own, label = own.with_values(values), f"{kind} {name}" if len(models) > 1 else name
-            folder = label.replace(" ", "-")
+            folder = re.sub(r"[^\w.=+-]+", "-", label)
         found += with_seeds(label, folder, own, n_seeds)
     return found
 

@@ -238,10 +238,7 @@ class TextRuns(NamedTuple):
 
     def _say_stopped(self, folder: Path) -> None:
         path = shlex.quote(str(folder))
-        then = (
-            "a comparison with --budget cannot be resumed, only a run of it: `chargpt train --resume "
-            "RUN`"
-        )
+        then = "with --budget only a run of it can be resumed, by `chargpt train --resume RUN`"
         if self.request.budget is None:
             words = [word for word in sys.argv[1:] if word != "--resume"]
             words += ["--resume"] if self.out else ["--out", str(folder), "--resume"]
