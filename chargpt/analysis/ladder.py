@@ -96,7 +96,6 @@ class Ladder:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the results for `--json`."""
-
         trained = [
             loss_row(
                 result.model,
