@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -470,6 +470,12 @@ TEXTS = {  # the settings that are a text
     for name, field in kind.model_fields.items()
     if field.annotation in (str, str | None)
 }
+SWEPT = {  # the settings of which `chargpt compare` takes several values
+    f"{section}.{name}"
+    for section in ("model", "train", "optim", "schedule")
+    for name, field in type(getattr(Config(), section)).model_fields.items()
+    if field.annotation != str | None and get_origin(field.annotation) is not tuple
+}
 
 
 def set_dotted(tree: dict[str, Any], key: str, value: object) -> None:
@@ -586,6 +592,8 @@ def _problem(detail: Mapping[str, Any], origin: str, lines: Mapping[str, int]) -
     if not is_section:
         in_yaml = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
         message += f" (it is {in_yaml:.60})"
+    if dotted in SWEPT and isinstance(value, str) and "," in value:
+        message += f"; `chargpt compare TEXT -s {dotted}={value:.60}` trains a model with each"
     return f"{where}{key}{': ' if key else ''}{message}"
 
 
@@ -690,3 +698,11 @@ def parse_override(written: str) -> tuple[str, object]:
     if set(parsed) != {"value"}:
         raise ConfigError(f"-s {written!r} sets more than one key; use one -s per key")
     return key.strip(), parsed["value"]
+
+
+def split_values(written: str) -> list[str]:
+    """Return `KEY=VALUE` for each value of `KEY=VALUE,VALUE`, if the setting is in `SWEPT`."""
+    key, equals, values = written.partition("=")
+    if not equals or key.strip() not in SWEPT or values.strip()[:1] in ("[", "{", "'", '"'):
+        return [written]
+    return [f"{key.strip()}={value.strip()}" for value in values.split(",")]

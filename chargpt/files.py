@@ -26,9 +26,12 @@ IS_WINDOWS = os.name == "nt"  # which moves and deletes no open or mapped file
 INVALID_NAME = 123  # Windows' error for a path that cannot exist, such as a pattern
 MAX_YAML_CHARACTERS = 200_000  # the parser takes seconds for a megabyte
 MAX_NUMBER_CHARACTERS = 100  # of YAML
-# A mark in the first bytes of every page and plot of ours; these may be written again without
-# asking.
-ORIGIN_MARKERS = (b'content="chargpt', b"<dc:title>chargpt", b"Software\0chargpt")
+# A mark in the first bytes of every page, plot and table of ours; these may be written again
+# without asking.
+ORIGIN_MARKERS = (
+    *(b'content="chargpt', b"<dc:title>chargpt", b"Software\0chargpt"),
+    b"model,seed,nats_per_char,",
+)
 
 
 def exists(path: Path) -> bool:

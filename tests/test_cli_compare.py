@@ -1,24 +1,31 @@
 """`chargpt compare`: models that it trains, and existing runs."""
 
+import csv
+import itertools
 import json
+import math
 import re
+import shlex
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
-from conftest import Cli, refusal
+from conftest import REPOSITORY, Cli, refusal, run_here
 from shared_runs import EVALUATION_KEYS, QUICK, RARE
 
 from chargpt.analysis import compare as comparison
 from chargpt.analysis.compare import Comparison, Row, compare_runs
 from chargpt.analysis.result import MIXTURE_SUFFIX
-from chargpt.cli.compare import print_rows
-from chargpt.config import load_config
-from chargpt.inference.evaluation import Baselines, evaluate_tokens
+from chargpt.cli.compare import print_rows, runs_in
+from chargpt.config import Config, load_config, split_values
+from chargpt.inference.evaluation import Baselines, evaluate, evaluate_tokens
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
+from chargpt.training.trainer import StepReport, Trainer
 
 
 def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> None:
@@ -63,6 +70,120 @@ def test_an_interrupted_comparison_names_the_runs_that_it_has(
         assert done.returncode == 130
     assert "`chargpt compare both` scores them" in done.stderr
     assert cli("compare", "both").returncode == 0
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a sweep of two learning rates with two seeds each; only read it."""
+    folder = tmp_path_factory.mktemp("sweep")
+    rates = ("-s", "optim.lr=0.01, 2e-1", "--seeds", "2", "-s", "text.test_fraction=0.1")
+    outputs = ("--out", "both", "--csv", "rows.csv")
+    run_here(
+        "compare", REPOSITORY / "data" / "lighthouse.txt", *QUICK, *rates, *outputs, cwd=folder
+    )
+    return folder
+
+
+def test_lists_of_values_train_each_combination_named_by_what_differs(sweep: Path) -> None:
+    runs = {run.name: load_config(run / "config.yaml") for run in runs_in(sweep / "both")}
+    assert {name: (each.optim.lr, each.seed) for name, each in runs.items()} == {
+        "lr=0.01-1337": (0.01, 1337), "lr=0.01-1338": (0.01, 1338),
+        "lr=2e-1-1337": (0.2, 1337), "lr=2e-1-1338": (0.2, 1338),
+    }  # fmt: skip
+    first = runs["lr=0.01-1337"]
+    assert all(set(each.differing_keys(first)) <= {"optim.lr", "seed"} for each in runs.values())
+    for written in ("text.suffixes=.py,.txt", "optim.lr"):
+        assert split_values(written) == [written]
+
+
+def test_seeds_give_mean_deviation_and_a_difference_paired_by_seed(sweep: Path, cli: Cli) -> None:
+    report = json.loads(cli("compare", sweep / "both", "--json").stdout)
+    nats = [
+        [evaluate(sweep / "both" / f"lr={lr}-{seed}").nats_per_char for seed in (1337, 1338)]
+        for lr in ("0.01", "2e-1")
+    ]
+    for model, lr, losses in zip(report["models"], ("0.01", "2e-1"), nats, strict=True):
+        assert (model["model"], model["seeds"]) == (f"lr={lr} (2 seeds)", [1337, 1338])
+        assert model["nats_per_char"] == pytest.approx(mean(losses))
+        assert model["bits_per_char"] == pytest.approx(mean(losses) / math.log(2))
+        assert model["std"] == pytest.approx(stdev(losses))
+    gains = [a - b for a, b in zip(*nats, strict=True)]
+    half = 12.706 * stdev(gains) / math.sqrt(2)
+    assert f"{abs(mean(gains)):.3f} ± {half:.3f} nats" in report["summary"][-2]
+    assert report["summary"][-1] == comparison.PLUS_MINUS_OF_SEEDS
+    seeds = ((1, 5), (1, 6), (2, 5), (2, 6), (3, 5), (3, 5))  # the last two repeat one
+    configs = [Config().with_values({"optim.lr": lr, "seed": seed}) for lr, seed in seeds]
+    models = comparison.group_seeds(["g-5", "g-6", "g-5", "b", "c", "d"], configs)
+    assert models == [*2 * ["g (2 seeds)"], *2 * ["g-5 (2 seeds)"], "c", "d"]
+    # a run without its own seed in the other model has no interval
+    two = [sweep / "both" / name for name in ("lr=0.01-1337", "lr=0.01-1338", "lr=2e-1-1337")]
+    printed = cli("compare", *two).stdout.replace("\n", " ")
+    assert "(too few common seeds for an interval)" in printed
+    assert f"{stdev(nats[0]):.4f}" in printed
+
+
+def test_csv_has_the_json_row_of_each_run_and_baseline(sweep: Path, cli: Cli) -> None:
+    written = (sweep / "rows.csv").read_text()
+    rows = list(csv.DictReader(written.splitlines()))
+    done = cli("compare", sweep / "both", "--json", "--csv", "again.csv")
+    printed = json.loads(done.stdout)["rows"]
+    again = list(csv.DictReader(Path("again.csv").read_text().splitlines()))
+    assert len(rows) == len(again) == len(printed) == 4 + 4
+    for row, expected in zip(again, printed, strict=True):
+        assert row == {key: "" if (v := expected[key]) is None else str(v) for key in row}
+    assert [row["nats_per_char"] for row in rows[:4]] == [row["nats_per_char"] for row in again[:4]]
+    models = [(row["model"], row["seed"]) for row in rows[4:]]
+    assert models == [(f"lr={lr}", s) for lr in ("0.01", "2e-1") for s in ("1337", "1338")]
+    assert cli("compare", sweep / "both", "--csv", "again.csv").returncode == 0  # chargpt made it
+    assert cli("compare", sweep / "both", "--csv", "-").stdout == Path("again.csv").read_text()
+
+
+def test_the_test_split_is_scored_on_request(sweep: Path, cli: Cli) -> None:
+    done = cli("compare", sweep / "both", "--split", "test")
+    assert "loss on 2,843 of 2,844 test characters" in done.stdout
+    rows = json.loads(cli("compare", sweep / "both", "--split", "test", "--json").stdout)["rows"]
+    for row in rows[4:]:
+        assert row["split"] == "test"
+        assert row["nats_per_char"] == pytest.approx(evaluate(row["run"], "test").nats_per_char)
+
+
+@pytest.mark.parametrize(
+    ("words", "stopped_at", "scored"),
+    [
+        (("--seeds", "2", "-s", "text.mixture_characters=800"), 6 + 6 + 6 + 4, "gpt-1337"),
+        pytest.param(("--ladder", "-s", "model.n_layer=2"), 6 + 4, "1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stopped_comparison_continues_to_the_same_bits(
+    words: tuple[str, ...], stopped_at: int, scored: str, verse: Path, cli: Cli
+) -> None:
+    real, steps = Trainer.train_step, itertools.count(1)
+
+    def interrupted(trainer: Trainer) -> StepReport:
+        if next(steps) == stopped_at:
+            signal.raise_signal(signal.SIGINT)
+        return real(trainer)
+
+    done = cli("compare", verse, *QUICK, *words, "--out", "whole", "--json")
+    whole = json.loads(done.stdout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_step", interrupted)
+        stopped = cli("compare", verse, *QUICK, *words, "--json", "--out", "parts")
+    assert stopped.returncode == 130
+    command = shlex.split(stopped.stderr.strip().splitlines()[-1])
+    assert command[:2] == ["chargpt", "compare"]
+    before = (Path("parts") / scored / "metrics.jsonl").read_bytes()
+    done = cli(*command[1:])
+    parts = json.loads(done.stdout)
+    assert (Path("parts") / scored / "metrics.jsonl").read_bytes() == before  # not trained again
+    for row in whole["rows"] + parts["rows"]:
+        row |= {"seconds": None, "run": None}
+    assert parts["rows"] == whole["rows"]
+    for run in runs_in(Path("whole")):
+        weights, others = (load_run(Path(each, run.name)) for each in ("whole", "parts"))
+        assert weights.fingerprint() == others.fingerprint()
+    changed = cli(*command[1:], "-s", "train.batch_size=8")
+    assert "differs from this comparison in train.batch_size" in refusal(changed)
 
 
 def test_compare_trains_within_a_budget(verse: Path, cli: Cli) -> None:
@@ -142,8 +263,9 @@ def test_compare_takes_a_folder_of_runs_and_compares_each_run_once(
     trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = trained.parent / "novel.txt"
-    for name, seed in (("a", "1"), ("b", "2")):
-        assert cli("train", text, *QUICK, "--seed", seed, "-o", f"runs/{name}").returncode == 0
+    for name, lr in (("a", "0.01"), ("b", "0.02")):
+        rate = ("-s", f"optim.lr={lr}", "-o", f"runs/{name}")
+        assert cli("train", text, *QUICK, *rate).returncode == 0
     RunFolder(Path("runs/a")).metrics.append({"step": 7, "loss": 9.0, "seconds": 1234.5})
     report = json.loads(cli("compare", "runs", "runs/a", "runs/../runs/b", "--json").stdout)
     in_runs = [row for row in report["rows"] if row["run"]]

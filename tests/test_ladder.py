@@ -13,14 +13,8 @@ from conftest import Cli, refusal
 from noise import bigram_of_counts
 
 from chargpt.analysis import ladder
-from chargpt.analysis.ladder import (
-    Estimate,
-    compressed_losses,
-    compressors,
-    ladder_rungs,
-    ngram_loss,
-    paired_gain,
-)
+from chargpt.analysis.compare import Estimate, paired_gain
+from chargpt.analysis.ladder import compressed_losses, compressors, ladder_rungs, ngram_loss
 from chargpt.config import load_config
 from chargpt.inference.evaluation import Baselines, evaluate, evaluate_tokens
 from chargpt.models import build_model, count_parameters
@@ -28,7 +22,6 @@ from chargpt.models.ngram import NGRAM, NGRAM_ORDER
 from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
-from chargpt.text.tokenizer import CharTokenizer
 
 TINY = (
     "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=2 -s model.n_head=2 "
@@ -68,6 +61,9 @@ def test_interval_is_students_t() -> None:
         values = [float(i) for i in range(count)]
         wanted = quantile * stdev(values) / math.sqrt(count)
         assert Estimate.from_values(values).margin == pytest.approx(wanted, rel=1e-3)
+    assert Estimate.from_values([0.0, 1.0] * 8).margin == pytest.approx(
+        2.262 * stdev([0.0, 1.0] * 8) / 4
+    )
     # an offset common to both rungs of a seed does not widen the interval
     paired = paired_gain([1.0, 2.0, 3.0], [0.9, 1.9, 2.9])
     assert paired.value == pytest.approx(0.1)
@@ -123,24 +119,22 @@ def test_compressors_are_primed_with_the_training_text(tmp_path: Path, verse: Pa
     own = len(lzma.compress((train + val).encode(), preset=9)) - len(
         lzma.compress(train.encode(), preset=9)
     )
-    losses = compressed_losses(corpus)
+    losses = compressed_losses(corpus, corpus.split("val"))
     assert losses["xz -9"] == pytest.approx(8 * math.log(2) * own / len(val))
     # a validation split that repeats the training split costs almost nothing
     path.write_text(words * 10)
-    repeated = compressed_losses(corpus_of(path))
+    corpus = corpus_of(path)
+    repeated = compressed_losses(corpus, corpus.split("val"))
     assert repeated["xz -9"] < 0.02
     assert set(repeated) == set(compressors()) >= {"gzip -9", "bzip2 -9", "xz -9"}
     assert ("zstd -19" in repeated) == (shutil.which("zstd") is not None)
 
 
-def test_baselines_and_compressors_score_the_same_characters(
-    verse: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_baselines_and_compressors_score_the_same_characters(verse: Path) -> None:
     corpus = corpus_of(verse)
-    monkeypatch.setattr(ladder, "MAX_TOKENS", 500)
     val = corpus.split("val")[:501]
     levels = Baselines(corpus).losses(val)
-    assert ngram_loss(corpus, NGRAM_ORDER) == pytest.approx(levels[NGRAM], abs=1e-6)
+    assert ngram_loss(corpus, NGRAM_ORDER, val) == pytest.approx(levels[NGRAM], abs=1e-6)
     bigram = bigram_of_counts(corpus.pair_counts("train"), 1000, alpha=0.1)
     own = evaluate_tokens(bigram, val)
     assert own.characters == 500
@@ -149,19 +143,22 @@ def test_baselines_and_compressors_score_the_same_characters(
     text = corpus.tokenizer.decode(corpus.split("train"))
     added = ladder.compressors()["xz -9"]((text + corpus.tokenizer.decode(val)).encode())
     added -= ladder.compressors()["xz -9"](text.encode())
-    assert compressed_losses(corpus)["xz -9"] == pytest.approx(8 * math.log(2) * added / 501)
+    losses = compressed_losses(corpus, val)
+    assert losses["xz -9"] == pytest.approx(8 * math.log(2) * added / 501)
 
 
 def test_ngram_loss_equals_the_baseline_and_falls_with_the_order(verse: Path) -> None:
     corpus = corpus_of(verse)
-    assert ngram_loss(corpus, NGRAM_ORDER) == pytest.approx(val_losses(corpus)[NGRAM], abs=1e-6)
-    assert ngram_loss(corpus, 2) > ngram_loss(corpus, 3) > ngram_loss(corpus, 4)
+    val = corpus.split("val")
+    losses = {order: ngram_loss(corpus, order, val) for order in (2, 3, 4, NGRAM_ORDER)}
+    assert losses[NGRAM_ORDER] == pytest.approx(val_losses(corpus)[NGRAM], abs=1e-6)
+    assert losses[2] > losses[3] > losses[4]
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--seeds", "2"], "--seeds applies only to --ladder; add --ladder"),
+        (["--ladder", "-s", "optim.lr=1,2"], "-s optim.lr=A,B does not apply to --ladder, whose"),
         (["--ladder", "-c", "bigram"], "the ladder needs a gpt with all components"),
         (["--ladder", "-s", "model.n_head=1"], "set model.n_layer and model.n_head to 2 or more"),
         (["--ladder", "-s", "model.qk_norm=false"], "and model.qk_norm at their defaults"),
@@ -171,14 +168,13 @@ def test_ngram_loss_equals_the_baseline_and_falls_with_the_order(verse: Path) ->
         (["--ladder", "--models", "gpt"], "--models does not apply to --ladder, whose models are"),
         (["--ladder", "--seeds", "11"], "Invalid value for '--seeds'"),
         (["--ladder", "-s", "model.block_size=9000"], "model.block_size 9,000 needs 9,001 of each"),
-        (["--ladder", "--out", "taken"], "taken/8-1337 exists; continue it with --resume"),
+        (["--ladder", "--out", "taken"], "taken/8 exists; continue the comparison with"),
     ],
 )
 def test_invalid_ladder_options_are_rejected(
     cli: Cli, verse: Path, words: list[str], sentence: str
 ) -> None:
-    Path("taken/8-1337/checkpoints/step-00000001").mkdir(parents=True)
-    CharTokenizer.fit("ab").save("taken/8-1337/tokenizer.json")
+    Path("taken/8").mkdir(parents=True)
     done = cli("compare", verse, *words)
     assert sentence in refusal(done)
     assert "== " not in done.stderr  # nothing was trained

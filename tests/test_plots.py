@@ -10,15 +10,20 @@ import numpy as np
 import pytest
 
 from chargpt.analysis import plots
-from chargpt.analysis.ladder import Estimate, Ladder, Rung, RungResult
+from chargpt.analysis.compare import Estimate, Row
+from chargpt.analysis.ladder import Ladder, Rung, RungResult
 from chargpt.analysis.predictions import Group
+from chargpt.inference.evaluation import BaselineLoss
 
 
 def test_ladder_bars_are_bits_per_character_in_rung_order() -> None:
-    rungs = [Rung(name, "", {}) for name in ("bigram (trained)", "one head, scaled")]
+    def rung(name: str, nats: list[float], gain: Estimate | None) -> RungResult:
+        rows = [Row(name, BaselineLoss(each, np.zeros((2, 0)))) for each in nats]
+        return RungResult(rows, Rung(name, "", {}), "", gain)
+
     steps = [
-        RungResult(rungs[0], [2.0, 2.2], 1, 1.0, "", None),
-        RungResult(rungs[1], [1.0, 1.2], 1, 1.0, "", Estimate(1.0, 0.0)),
+        rung("bigram (trained)", [2.0, 2.2], None),
+        rung("one head, scaled", [1.0, 1.2], Estimate(1.0, 0.0)),
     ]
     figure = plots.ladder(Ladder("a text", {"uniform": 4.0}, {"xz -9": 1.5}, steps))
     (axes,) = figure.axes

@@ -8,7 +8,6 @@ training text.
 
 import bz2
 import gzip
-import itertools
 import lzma
 import math
 import shutil
@@ -16,24 +15,31 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
 
-from chargpt.analysis.compare import MAX_TOKENS, SAMPLE, RunSession, model_config, train_run
+from chargpt.analysis.compare import (
+    MAX_TOKENS,
+    Comparison,
+    Estimate,
+    Group,
+    RunSession,
+    Training,
+    model_config,
+    paired_gain,
+    show_nothing,
+    with_seeds,
+)
 from chargpt.config import Config
 from chargpt.errors import ConfigError
-from chargpt.inference.evaluation import Baselines, evaluate_tokens
-from chargpt.inference.generation import sample
+from chargpt.inference.evaluation import Baselines
 from chargpt.models.ngram import NGRAM_ORDER, NGramLM
-from chargpt.store.folder import RunFolder
-from chargpt.text.corpus import Corpus
+from chargpt.text.corpus import Corpus, Split
+from chargpt.text.tokenizer import Tokens
 
 ORDERS = (3, 4, NGRAM_ORDER, 8)  # of the n-gram baselines
 MAX_PRIMED = 20_000_000  # characters given to compressors, from the end of the training split
-# 97.5% quantiles of Student's t, by degrees of freedom from 1 on (Gosset 1908)
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True)
@@ -47,60 +53,30 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A mean over seeds. `margin` is half its 95% confidence interval; None for one seed."""
-
-    value: float
-    margin: float | None
-
-    @classmethod
-    def from_values(cls, values: list[float]) -> "Estimate":
-        """Return the mean with its 95% confidence interval (Student's t)."""
-        if len(values) == 1:
-            return cls(values[0], None)
-        standard_error = stdev(values) / math.sqrt(len(values))
-        return cls(mean(values), T_QUANTILES[len(values) - 2] * standard_error)
-
-    def __str__(self) -> str:
-        return f"{self.value:.4f}" + (f" ± {self.margin:.4f}" if self.margin is not None else "")
-
-
-@dataclass(frozen=True)
-class RungResult:
+class RungResult(Group):
     """A trained rung."""
 
     rung: Rung
-    nats: list[float]  # validation losses, one per seed
-    parameters: int
-    seconds: float  # mean training time
     sample: str
     gain: Estimate | None  # mean reduction of the loss over the rung below; None of the lowest
-
-    @property
-    def loss(self) -> Estimate:
-        """Mean loss."""
-        return Estimate.from_values(self.nats)
-
-
-def paired_gain(reference: list[float], nats: list[float]) -> Estimate:
-    """Return the mean of `reference - nats`, paired by seed, with its 95% confidence interval."""
-    return Estimate.from_values([a - b for a, b in zip(reference, nats, strict=True)])
 
 
 @dataclass
 class Ladder:
-    """Results of `run_ladder`; losses in nats per character of the validation split."""
+    """Results of `run_ladder`; losses in nats per character of the split."""
 
     title: str  # name of the text
     ngrams: dict[str, float] = field(default_factory=dict)  # baselines by name
     compressor_losses: dict[str, float] = field(default_factory=dict)  # compressors by name
     results: list[RungResult] = field(default_factory=list)  # lowest rung first
-    characters: int = 0  # of the validation split that are scored
+    characters: int = 0  # of the split that are scored
+    split: Split = "val"
+    origin: str = ""  # " of NAME" if the split has files of its own
 
     @property
     def attention_gain(self) -> Estimate:
         """Gain of one scaled head over the trained bigram."""
-        by_name = {result.rung.name: result for result in self.results}
+        by_name = {result.model: result for result in self.results}
         return paired_gain(by_name["bigram (trained)"].nats, by_name["one head, scaled"].nats)
 
     @property
@@ -108,23 +84,29 @@ class Ladder:
         """Gain of the highest rung over the lowest."""
         return paired_gain(self.results[0].nats, self.results[-1].nats)
 
+    @property
+    def baseline_rows(self) -> list[dict[str, Any]]:
+        """The n-grams and compressors as rows for `--json`."""
+        kinds = {"n-gram": self.ngrams, "compressed": self.compressor_losses}
+        return [
+            loss_row(name, kind, nats)
+            for kind, losses in kinds.items()
+            for name, nats in losses.items()
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         """Return the results for `--json`."""
-
-        def row(model: str, kind: str, nats: float, **more: object) -> dict[str, object]:
-            loss = {"nats_per_char": nats, "bits_per_char": nats / math.log(2)}
-            return {"model": model, "kind": kind, **loss, **more}
-
         trained = [
-            row(
-                result.rung.name,
+            loss_row(
+                result.model,
                 "trained",
                 result.loss.value,
+                std=result.std,
                 margin=result.loss.margin,
                 nats_by_seed=result.nats,
                 gain=vars(result.gain) if result.gain else None,
-                parameters=result.parameters,
-                seconds=round(result.seconds, 3),
+                parameters=result.rows[0].parameters,
+                seconds=round(result.seconds or 0.0, 3),
                 adds=result.rung.adds,
                 sample=result.sample,
             )
@@ -133,14 +115,18 @@ class Ladder:
         return {
             "text": self.title,
             "characters": self.characters,
-            "rows": [
-                *(row(name, "n-gram", nats) for name, nats in self.ngrams.items()),
-                *(row(name, "compressed", nats) for name, nats in self.compressor_losses.items()),
-                *trained,
-            ],
+            "split": self.split,
+            "rows": [*self.baseline_rows, *trained],
             "attention_gain": vars(self.attention_gain),
             "total_gain": vars(self.total_gain),
         }
+
+
+def loss_row(model: str, kind: str, nats: float, **more: object) -> dict[str, Any]:
+    """Return a row for `--json`."""
+    loss = {"nats_per_char": nats, "bits_per_char": nats / math.log(2)}
+    loss["perplexity"] = math.exp(nats)
+    return {"model": model, "kind": kind, **loss, **more}
 
 
 def ladder_rungs(config: Config) -> tuple[Rung, ...]:
@@ -183,8 +169,28 @@ def ladder_rungs(config: Config) -> tuple[Rung, ...]:
     return tuple(rungs)
 
 
+def ladder_trainings(config: Config, n_seeds: int) -> list[Training]:
+    """Return the runs of every rung up to a GPT with this config, with every seed.
+
+    Raises:
+        ConfigError: the settings are not those of such a GPT.
+    """
+    found = []
+    for number, rung in enumerate(ladder_rungs(config), 1):
+        base = config if rung.values else model_config(config, "bigram")
+        found += with_seeds(rung.name, str(number), base.with_values(rung.values), n_seeds)
+    return found
+
+
 def run_ladder(
-    config: Config, folder: Path, corpus: Corpus, n_seeds: int, run_session: RunSession
+    config: Config,
+    folder: Path,
+    corpus: Corpus,
+    n_seeds: int,
+    run_session: RunSession,
+    *,
+    split: Split = "val",
+    resume: bool = False,
 ) -> Ladder:
     """Train every rung with every seed and evaluate all under `blocks`.
 
@@ -194,62 +200,59 @@ def run_ladder(
         corpus: the text.
         n_seeds: number of seeds, from the config's own on.
         run_session: called with a name and a session; runs all its steps.
+        split: of which the first MAX_TOKENS are scored, `val` or `test`.
+        resume: continue the runs that are there, and do not train what is done.
 
     Raises:
         ChargptError: the text, a setting or the folder is unusable.
     """
-    rungs, seeds = ladder_rungs(config), range(config.seed, config.seed + n_seeds)
-    corpus.require_blocks(config.model.block_size)
-    for number, seed in itertools.product(range(1, len(rungs) + 1), seeds):
-        RunFolder(folder / f"{number}-{seed}").require_unused()
-    baselines = Baselines(corpus)
-    ladder = Ladder(corpus.name, ngram_losses(corpus, baselines), compressed_losses(corpus))
-    for number, rung in enumerate(rungs, 1):
-        nats, seconds = [], []
-        for seed in seeds:
-            base = config if rung.values else model_config(config, "bigram")
-            rung_config = base.with_values({**rung.values, "seed": seed})
-            path = folder / f"{number}-{seed}"
-            name = f"{number} of {len(rungs)}: {rung.name}, seed {seed}"
-            run = train_run(path, rung_config, corpus, baselines, name, run_session)
-            evaluation = evaluate_tokens(run.model, corpus.split("val")[: MAX_TOKENS + 1])
-            nats.append(evaluation.nats_per_char)
-            seconds.append(float(run.state.seconds))
-            if seed == config.seed:
-                text = sample(run, run.config.sample.model_copy(update=SAMPLE))[0]
-        parameters, ladder.characters = run.model.num_parameters(), evaluation.characters
-        gain = paired_gain(ladder.results[-1].nats, nats) if ladder.results else None
-        ladder.results.append(RungResult(rung, nats, parameters, mean(seconds), text, gain))
+    rungs, trainings = ladder_rungs(config), ladder_trainings(config, n_seeds)
+    span = config.model.block_size
+    comparison = Comparison.of_split(corpus, split, span, MAX_TOKENS, show_nothing)
+    corpus.require_blocks(span)
+    baselines, tokens = Baselines(corpus), corpus.split(split)[: MAX_TOKENS + 1]
+    ladder = Ladder(
+        corpus.name, ngram_losses(corpus, baselines, tokens), compressed_losses(corpus, tokens)
+    )
+    comparison.train(trainings, folder, corpus, baselines, tokens, run_session, resume=resume)
+    groups, below = comparison.groups, None
+    for rung in rungs:
+        group = groups[rung.name]
+        gain = paired_gain(below.nats, group.nats) if below else None
+        sample = comparison.samples[rung.name]
+        ladder.results.append(RungResult(group.rows, rung, sample, gain))
+        below = group
+    ladder.split, ladder.origin = split, comparison.origin
+    ladder.characters = comparison.evaluations[rung.name].characters
     return ladder
 
 
-def ngram_losses(corpus: Corpus, baselines: Baselines) -> dict[str, float]:
+def ngram_losses(corpus: Corpus, baselines: Baselines, tokens: Tokens) -> dict[str, float]:
     """Return the losses of the n-gram baselines, each character with all of its context."""
-    losses = baselines.losses(corpus.split("val")[: MAX_TOKENS + 1])
+    losses = baselines.losses(tokens)
     for order in ORDERS:
         if order != NGRAM_ORDER:
-            losses[f"{order}-gram"] = ngram_loss(corpus, order)
+            losses[f"{order}-gram"] = ngram_loss(corpus, order, tokens)
     names = ("unigram", "bigram", *(f"{order}-gram" for order in ORDERS))
     return {"uniform": losses["uniform"]} | {f"{name} (counts)": losses[name] for name in names}
 
 
-def ngram_loss(corpus: Corpus, order: int) -> float:
+def ngram_loss(corpus: Corpus, order: int, tokens: Tokens) -> float:
     """Return the loss of an n-gram model of the given order in nats per character."""
     model = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size, 1, order)
-    losses = model.losses(corpus.split("val")[None, : MAX_TOKENS + 1])
-    n_characters = corpus.tokenizer.count_characters(corpus.split("val")[1 : MAX_TOKENS + 1])
+    losses = model.losses(tokens[None])
+    n_characters = corpus.tokenizer.count_characters(tokens[1:])
     return float(losses.sum(dtype=np.float64)) / n_characters
 
 
-def compressed_losses(corpus: Corpus) -> dict[str, float]:
-    """Return size(training + validation text) - size(training text) in nats per character."""
+def compressed_losses(corpus: Corpus, tokens: Tokens) -> dict[str, float]:
+    """Return size(training text + that of tokens) - size(training text) in nats per character."""
     decode = corpus.tokenizer.decode
     train = decode(corpus.split("train")[-MAX_PRIMED:]).encode()
-    val = corpus.split("val")[: MAX_TOKENS + 1]
-    val_text = decode(val)
-    both = train + val_text.encode()
+    text = decode(tokens)
+    both = train + text.encode()
     return {
-        name: 8 * math.log(2) * (size_of(both) - size_of(train)) / len(val_text)
+        name: 8 * math.log(2) * (size_of(both) - size_of(train)) / len(text)
         for name, size_of in compressors().items()
     }
 

@@ -238,10 +238,11 @@ def ladder(result: "Ladder") -> "Figure":
     bars = [
         *((name, nats, 0.0, GREY) for name, nats in result.ngrams.items()),
         *((name, nats, 0.0, PALE) for name, nats in result.compressor_losses.items()),
-        *((r.rung.name, r.loss.value, r.loss.margin or 0.0, COLOURS[0]) for r in result.results),
+        *((r.model, r.loss.value, r.loss.margin or 0.0, COLOURS[0]) for r in result.results),
     ]
     figure, (axes,) = _axes(8, 0.6 + 0.28 * len(bars))
     names, nats, margins, colours = zip(*bars, strict=True)
+    words = {"val": "validation"}.get(result.split, result.split)
     bits, errors = ([each / math.log(2) for each in values] for values in (nats, margins))
     places = range(len(bars))
     axes.barh(places, bits, color=colours, height=0.7)
@@ -253,7 +254,7 @@ def ladder(result: "Ladder") -> "Figure":
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.1 * max(bits))
-    axes.set(xlabel="bits per character of the validation split (lower is better)")
+    axes.set(xlabel=f"bits per character of the {words} split (lower is better)")
     axes.set_title(
         f"{plain(result.title)}: n-grams (grey), compressors (pale), trained (blue)", fontsize=10
     )

@@ -167,9 +167,16 @@ def describe_difference(
     evaluation: Evaluation, name: str, reference: Evaluation | BaselineLoss
 ) -> str:
     """Return the difference of two losses in words, with twice its standard error after ±."""
-    gain, error = difference(evaluation, reference)
-    shown = f"{abs(gain):.3f} ± {error:.3f} nats {'better' if gain > 0 else 'worse'}"
-    if abs(gain) > error:
+    return describe_gain(*difference(evaluation, reference), name)
+
+
+def describe_gain(gain: float, margin: float | None, name: str) -> str:
+    """Return by how much a loss is lower than that of `name` in words, with `margin` after ±."""
+    shown = f"{abs(gain):.3f}" + ("" if margin is None else f" ± {margin:.3f}")
+    shown += f" nats {'better' if gain > 0 else 'worse'}"
+    if margin is None:
+        return f"{shown} than {name} (too few common seeds for an interval)"
+    if abs(gain) > margin:
         return f"{shown} than {name}"
     return f"not distinguishable from {name} ({shown})"
 

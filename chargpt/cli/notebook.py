@@ -93,10 +93,11 @@ def evaluation_html(result: Evaluation) -> str:
 def comparison_html(result: Comparison) -> str:
     """Return the table of the models, the conclusions and the validation curves."""
     figure = plots.loss_curves(result.curves, result.curve_baselines, result.title, WIDTH)
+    columns, rows = compare.table_of(result)
     return html(
         f"{result.title}: loss on {result.scored_on}",
-        map(compare.cells, result.rows),
-        compare.COLUMNS,
+        rows,
+        columns,
         conclusions(result),
         plots.inline(figure, result.title),
     )

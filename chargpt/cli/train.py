@@ -254,10 +254,14 @@ class StepView:
         return f"{loss}{val}{name} {self.baseline_losses[name]:.3f}{speed}"
 
 
-def run_steps(session: Session) -> None:
-    """Run all steps with a progress bar; a signal saves the run and ends the command."""
+def run_steps(session: Session, *, says_resume: bool = True) -> None:
+    """Run all steps with a progress bar; a signal saves the run and ends the command.
+
+    `says_resume`: whether the message about that names the command that resumes the run.
+    """
     trainer, view = session.trainer, StepView(session)
-    resume = f"resume with\n  chargpt train --resume {quoted(session.folder.path)}"
+    path = quoted(session.folder.path)
+    resume = f"; resume with\n  chargpt train --resume {path}" if says_resume else ""
     try:
         with closing(view.bar):
             for report in session.reports(say_stopping, view.wait_for_space):
@@ -267,10 +271,10 @@ def run_steps(session: Session) -> None:
         if stop.is_saved and trainer.finished:
             console.say(f"all steps are done and saved in {session.folder.path}")
         elif stop.is_saved:
-            console.say(f"stopped at step {trainer.state.step:,} and saved; {resume}")
+            console.say(f"stopped at step {trainer.state.step:,} and saved{resume}")
         else:
-            again = "train again" if trainer.writer.saved_step is None else resume
-            console.say(f"stopped without saving; {trainer.last_checkpoint}; {again}")
+            again = "; train again" if trainer.writer.saved_step is None else resume
+            console.say(f"stopped without saving; {trainer.last_checkpoint}{again}")
         stop.is_reported = True
         raise
     say_lost_metrics(session)

@@ -11,7 +11,7 @@ import torch
 
 from chargpt.config import Config
 from chargpt.device import choose_device
-from chargpt.distributed import init_process_group, is_main_rank
+from chargpt.distributed import RankGroup, init_process_group, is_main_rank
 from chargpt.errors import ConfigError, FinishedError, RunError, TextError
 from chargpt.files import exists, quoted
 from chargpt.inference.evaluation import Baselines
@@ -47,13 +47,7 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
     changes = request.repeated_settings() if same_command else request.changes()
     folder = open_run(request.out or request.path or newest_run())
     with folder.locked():
-        saved = folder.load("latest")
-        if not saved.optimizer:
-            raise RunError(
-                f"{folder.path} was imported and has no optimizer state; start a new run from its "
-                f"weights with `chargpt train TEXT --from {folder.path}`"
-            )
-        saved = without_missing_best(saved)
+        saved = load_latest(folder)
         corpus = text_of_run(folder, saved, request, on_progress)
         config, pace = changed_config(saved, changes, same_command=same_command), None
         if request.budget is not None and not same_command:
@@ -62,42 +56,65 @@ def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[
             config = pace.config
         config = continued_config(saved, config)
         group = init_process_group(choose_device(config.device)[0])
-        baselines = Baselines(corpus) if group.is_main else None
-        base_run = None
-        if config.optim.l2_sp and config.train.from_run is not None:
-            base_run = load_run(Path(config.train.from_run), device="cpu")
-        trainer = Trainer(
-            config,
-            corpus,
-            folder=folder,
-            saved=saved,
-            group=group,
-            ngram=None if baselines is None else baselines.ngram,
-            base_run=base_run,
-        )
-        if group.is_main:
-            folder.require_room(1, trainer.checkpoint_bytes())
-            if (edits := folder.describe_edits(saved.config)) is not None:
-                logger.warning(edits)
-            folder.write_config(trainer.config)
         if same_command and request.budget is not None:
             logger.warning(
                 "the budget is not used: it plans a new run, and a resumed one keeps its own "
                 f"plan of {config.train.max_steps:,} steps"
             )
-        step = saved.state.step
-        logger.info(f"resuming {folder.path} from step {step:,}")
+        baselines = Baselines(corpus) if group.is_main else None
+        session = continue_run(folder, saved, config, corpus, baselines, group)
         if pace is not None:
-            pace.config, seconds = trainer.config, pace.deadline.remaining
-        elif step and config.device == saved.config.device:  # with validation, saving and samples
-            seconds = (config.train.max_steps - step) * saved.state.seconds / step
-        else:
-            seconds = expected_seconds(trainer)
-        yield Session(trainer, folder, baselines, seconds, pace, resumed_at=step)
+            pace.config = session.trainer.config
+            session.pace, session.expected_seconds = pace, pace.deadline.remaining
+        yield session
 
 
-def without_missing_best(saved: Checkpoint) -> Checkpoint:
-    """Return the checkpoint, without a best one if that is gone, which is logged."""
+def continue_run(
+    folder: RunFolder,
+    saved: Checkpoint,
+    config: Config,
+    corpus: Corpus,
+    baselines: Baselines | None,
+    group: RankGroup = RankGroup(),
+) -> Session:
+    """Return the session that continues a run, whose folder is locked, from a checkpoint.
+
+    Raises:
+        ChargptError: a setting does not fit the machine; the folder is unusable.
+    """
+    base_run = None
+    if config.optim.l2_sp and config.train.from_run is not None:
+        base_run = load_run(Path(config.train.from_run), device="cpu")
+    ngram = None if baselines is None else baselines.ngram
+    trainer = Trainer(
+        config, corpus, folder=folder, saved=saved, group=group, ngram=ngram, base_run=base_run
+    )
+    if group.is_main:
+        folder.require_room(1, trainer.checkpoint_bytes())
+        if (edits := folder.describe_edits(saved.config)) is not None:
+            logger.warning(edits)
+        folder.write_config(trainer.config)
+    step = saved.state.step
+    logger.info(f"resuming {folder.path} from step {step:,}")
+    if step and config.device == saved.config.device:  # with validation, saving and samples
+        seconds = (config.train.max_steps - step) * saved.state.seconds / step
+    else:
+        seconds = expected_seconds(trainer)
+    return Session(trainer, folder, baselines, seconds, resumed_at=step)
+
+
+def load_latest(folder: RunFolder) -> Checkpoint:
+    """Return the checkpoint to resume from, without a best one if that is gone, which is logged.
+
+    Raises:
+        RunError: it has no optimizer state, or none is intact.
+    """
+    saved = folder.load("latest")
+    if not saved.optimizer:
+        raise RunError(
+            f"{folder.path} was imported and has no optimizer state; start a new run from its "
+            f"weights with `chargpt train TEXT --from {folder.path}`"
+        )
     best = saved.state.best_step
     if not best or exists(saved.folder.with_name(name_of(best))):
         return saved
