@@ -12,7 +12,7 @@ from starting import create_run, pace_of
 from chargpt.cli.console import short
 from chargpt.cli.report import show_result
 from chargpt.cli.train import StepView, describe_model, run_steps, show_plan
-from chargpt.config import Config, ModelConfig, TextConfig, load_config
+from chargpt.config import Config, ModelConfig, TextConfig, load_config, parse_override
 from chargpt.device import ThreadTuner
 from chargpt.store.folder import RunFolder
 from chargpt.store.listing import summarize
@@ -38,7 +38,8 @@ STEPS = ("train.max_steps=6", "train.evaluate_every=3", "train.save_every=3")
 
 
 def tiny(verse: Path, *settings: str) -> Config:
-    return load_config("gpt", [f"text.path={verse}", *TINY, *settings])
+    options = dict(map(parse_override, (*TINY, *settings)))
+    return load_config("gpt", {"text.path": verse, **options})
 
 
 def end_after(created: Session, step: int) -> Pace:

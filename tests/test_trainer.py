@@ -281,7 +281,7 @@ def test_a_rollback_undoes_a_later_re_planning_and_is_saved_at_once(
     config = tiny_config(**{"train.max_rollbacks": 1, "schedule.cooldown": 0.5})
     trainer = start_trainer(config, corpus, tmp_path / "run")
     make_gradient_infinite(trainer, 7)
-    for report in trainer.steps(should_stop=lambda: trainer.state.rollbacks > 0):
+    for report in trainer.steps(should_stop=lambda _: trainer.state.rollbacks > 0):
         if report.step == 7:  # saved with step 8, which fails
             later = {"train.max_steps": 20, "schedule.decay_points": [(6, 12)]}
             trainer.change_config(trainer.config.with_values(later))
@@ -387,7 +387,7 @@ def test_a_run_saved_before_its_first_step_is_not_validated_again(
     corpus: Corpus, tmp_path: Path
 ) -> None:
     trainer = start_trainer(tiny_config(), corpus, tmp_path / "run")
-    list(trainer.steps(should_stop=lambda: True))
+    list(trainer.steps(should_stop=lambda _: True))
     assert trainer.state.step == 0
     resume_to_end(tmp_path / "run", corpus)
     curve = validation_curve(RunFolder(tmp_path / "run").metrics.records())

@@ -29,9 +29,11 @@ from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import prepare
 from chargpt.text.source import find_text
 from chargpt.text.tokenizer import Tokens
+from chargpt.training.api import new_request, run_steps
+from chargpt.training.budget import plan_run, with_measured_threads
 from chargpt.training.deadline import Pace
 from chargpt.training.mixing import try_add_mixture
-from chargpt.training.start import Session, start_run
+from chargpt.training.start import Session, output_folder, slug, start_run
 
 MODELS = ("bigram", "gpt")
 TRAINED = " (trained)"  # ends the name of a model that `compare` trains
@@ -203,12 +205,6 @@ def undertrained(losses: Mapping[str, float]) -> str | None:
     )
 
 
-def run_to_end(_name: str, session: Session) -> None:
-    """Run all steps of a session."""
-    for _ in session.reports():
-        pass
-
-
 def model_config(config: Config, kind: str) -> Config:
     """Return the config of one model: the given text, steps and batch, its own optimizer.
 
@@ -242,11 +238,80 @@ def train_run(
 
 
 def compare(
+    path: str | Path | Sequence[Run | str | Path] | None = None,
+    *,
+    text: str | None = None,
+    config: str | Path | None = None,
+    settings: Mapping[str, object] | None = None,
+    budget: str | float | None = None,
+    out: str | Path | None = None,
+    device: str | None = None,
+    encoding: str | None = None,
+    models: Sequence[str] = MODELS,
+    progress: bool = False,
+) -> Comparison:
+    """Train baselines, a bigram and a GPT on a text and compare them, or compare existing runs.
+
+    All are evaluated on the same characters of the validation split, under the protocol `blocks`.
+
+    Args:
+        path: as for `train`; or a list of runs or their folders, of one text, to which `device`
+            applies, and nothing else.
+        text, config, settings, device, encoding: as for `train`; the config is that of the GPT, and
+            the other models share its text, steps and batch.
+        budget: total time, in seconds or as in "3m", that the GPT's size and all models' steps fit.
+        out: folder of the runs; each gets a folder with its model's name. By default a new one
+            under runs/.
+        models: to train, of `bigram` and `gpt`.
+        progress: show a progress bar of each training on stderr.
+
+    Raises:
+        ChargptError: a text, setting, folder or run is unusable, or the runs are of several texts.
+        KeyboardInterrupt: training was interrupted.
+    """
+    given = (text, config, settings, budget, out, encoding)
+    if isinstance(path, Sequence) and not isinstance(path, str):
+        if not path:
+            raise ConfigError("there is no run to compare; name one or more")
+        if any(each is not None for each in given):
+            raise ConfigError("existing runs are compared as they are; give only them and device=")
+        folders = [each.folder if isinstance(each, Run) else Path(each) for each in path]
+        return compare_runs(folders, device or "auto")
+    request = new_request(path, text, config, settings, budget, out, device, encoding)
+    chosen, fixed_keys = request.resolved
+    deadline, pace, max_tokens = None, None, MAX_TOKENS
+    if budget is not None:
+        deadline, fixed_keys = request.deadline()
+    for name in models:
+        model_config(chosen, name)
+        if request.out is not None and (request.out / name).exists():
+            raise ConfigError(f"{request.out / name} exists; name another folder with --out")
+    chosen = with_measured_threads(chosen)
+    name = f"compare-{slug(find_text(chosen.text, text).name)}"
+    with (
+        output_folder(request.out, name) as folder,
+        shared_text(chosen, folder, text=text) as corpus,
+    ):
+        if deadline is not None:
+            chosen, corpus, pace = plan_run(chosen, corpus, deadline, fixed_keys)
+            max_tokens = chosen.train.evaluation_tokens
+        return compare_models(
+            chosen,
+            folder,
+            models=models,
+            run_session=lambda _, session: run_steps(session, progress),
+            corpus=corpus,
+            budget=pace,
+            max_tokens=max_tokens,
+        )
+
+
+def compare_models(
     config: Config,
     folder: str | Path,
     *,
     models: Sequence[str] = MODELS,
-    run_session: RunSession = run_to_end,
+    run_session: RunSession,
     corpus: Corpus | None = None,
     budget: Pace | None = None,
     max_tokens: int = MAX_TOKENS,
@@ -287,13 +352,16 @@ def compare(
 
 @contextmanager
 def shared_text(
-    config: Config, folder: Path, on_progress: TextProgress | None = None
+    config: Config,
+    folder: Path,
+    on_progress: TextProgress | None = None,
+    text: str | None = None,
 ) -> Iterator[Corpus]:
     """Prepare a text that several runs in a folder share.
 
     The runs get links to its files, which are deleted at the end.
     """
-    source = find_text(config.text)
+    source = find_text(config.text, text)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".text-", dir=folder) as temporary:
         yield prepare(source, config.text, Path(temporary), on_progress)

@@ -161,7 +161,7 @@ def train_models(
             if deadline is not None:
                 config, corpus, budget = plan_run(config, corpus, deadline, fixed_keys)
                 max_tokens = config.train.evaluation_tokens
-            result = comparison.compare(
+            result = comparison.compare_models(
                 config,
                 folder,
                 models=names,

@@ -1,13 +1,14 @@
 """`chargpt.train`: from a text to a trained run in one call."""
 
-import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from tqdm import tqdm
 
+from chargpt.config import require_settings
 from chargpt.distributed import is_main_rank, world_size
 from chargpt.errors import ConfigError, FinishedError, Stopped
 from chargpt.log import collected_notes, logger
@@ -15,6 +16,7 @@ from chargpt.store.run import Run, load_run
 from chargpt.text.source import require_text
 from chargpt.training.mixing import try_add_mixture
 from chargpt.training.start import Request, Session, StartMode, open_session
+from chargpt.training.trainer import StepReport
 
 
 def train(
@@ -26,10 +28,11 @@ def train(
     budget: str | float | None = None,
     from_run: str | Path | None = None,
     out: str | Path | None = None,
-    start: StartMode | str = "new",
+    start: StartMode | Literal["new", "resume", "new or resume", "replace"] = "new",
     device: str | None = None,
     encoding: str | None = None,
     progress: bool = False,
+    on_report: Callable[[StepReport], object] = lambda _: None,
 ) -> Run:
     """Train a model on a text and return the run with its best checkpoint.
 
@@ -54,6 +57,9 @@ def train(
         device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
         encoding: of the text; by default UTF-8, or what its byte order mark says.
         progress: show a progress bar on stderr.
+        on_report: called with the results of each step after it, and of a new run first with those
+            of the validation before any, as step 0. Once it returns True, the run is saved and
+            returned, to be resumed or used.
 
     Raises:
         ChargptError: the text, a setting, the folder or the device is unusable, or the last
@@ -61,14 +67,42 @@ def train(
         KeyboardInterrupt: training was interrupted. After the first Ctrl-C, which lets the step
             finish, the message names the checkpoint.
     """
+    request = new_request(
+        path, text, config, settings, budget, out, device, encoding, from_run, start
+    )
+    with collected_notes() as notes:
+        try:
+            with open_session(request) as session:
+                run_steps(session, progress, on_report)
+                session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
+        except FinishedError:
+            if request.start is not StartMode.NEW_OR_RESUME:
+                raise
+            return load_run(str(request.out), device=device or "auto")
+        run = load_run(session.folder.path, device=device or "auto")
+        if is_main_rank():
+            try_add_mixture(run, session.trainer.corpus)
+        if (late := session.late_note()) is not None:
+            logger.warning(late)
+    return replace(run, notes=tuple(notes))
+
+
+def new_request(
+    path: str | Path | None,
+    text: str | None,
+    config: str | Path | None,
+    settings: Mapping[str, object] | None,
+    budget: str | float | None,
+    out: str | Path | None,
+    device: str | None,
+    encoding: str | None,
+    from_run: str | Path | None = None,
+    start: StartMode | str = StartMode.NEW,
+) -> Request:
+    """Return what the arguments of `train` ask for, which starts now; raise as `train` does."""
     started = time.perf_counter()
     if text is not None:
         require_text(text)
-    if not isinstance(settings, Mapping | None):
-        raise ConfigError(
-            "settings: expected a dictionary, such as {'train.max_steps': 500} (it is of type "
-            f"{type(settings).__name__})"
-        )
     try:
         start = StartMode(start)
     except ValueError:
@@ -80,48 +114,32 @@ def train(
             "start 'new or resume' and several processes need the run's folder; give out="
         )
     given = {
-        "train.from_run": None if from_run is None else Path(from_run).absolute(),
+        "train.from_run": None if from_run is None else str(Path(from_run).absolute()),
         "text.encoding": encoding,
         "device": device,
     }
-    values = {**(settings or {}), **{key: each for key, each in given.items() if each is not None}}
-    request = Request(
+    given = {key: each for key, each in given.items() if each is not None}
+    return Request(
         path=None if path is None else str(path),
         text=text,
         config=None if config is None else str(config),
-        settings={
-            key: os.fspath(value) if isinstance(value, os.PathLike) else value
-            for key, value in values.items()
-        },
+        settings={**require_settings(settings), **given},
         budget=budget,
         out=None if out is None else Path(out),
         start=start,
         started=started,
     )
-    with collected_notes() as notes:
-        try:
-            with open_session(request) as session:
-                _run_steps(session, progress=progress)
-                session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
-        except FinishedError:
-            if start is not StartMode.NEW_OR_RESUME:
-                raise
-            return load_run(str(request.out), device=device or "auto")
-        run = load_run(session.folder.path, device=device or "auto")
-        if is_main_rank():
-            try_add_mixture(run, session.trainer.corpus)
-        if (late := session.late_note()) is not None:
-            logger.warning(late)
-    return replace(run, notes=tuple(notes))
 
 
-def _run_steps(session: Session, *, progress: bool) -> None:
+def run_steps(
+    session: Session, progress: bool, on_report: Callable[[StepReport], object] = lambda _: None
+) -> None:
     """Run all steps, with a progress bar on stderr or without."""
     trainer, val = session.trainer, ""
     is_shown = progress and trainer.group.is_main
     try:
         with tqdm(initial=trainer.state.step, unit="step", disable=not is_shown) as bar:
-            for report in session.reports():
+            for report in session.reports(on_report=on_report):
                 bar.total = report.max_steps
                 if report.validation is not None:
                     val = f", val {report.validation.nats_per_char:.3f}"

@@ -102,8 +102,7 @@ class Request:
         if names := " and ".join(name for name, value in given.items() if value is not None):
             raise ConfigError(
                 f"a resumed run keeps its text and settings; drop {names} (--resume with a text "
-                "and --out, in Python start='new or resume', begins a run where there is none, and "
-                "takes them)"
+                "and --out begins a run where there is none, and takes them)"
             )
         return self.settings
 
@@ -153,18 +152,32 @@ class Session:
     base_run: Run | None = None  # whose weights are the start of a new run
     resumed_at: int | None = None  # step that a resumed run continues from
 
-    def reports(self, on_signal: Callable[[int], object] = lambda _: None) -> Iterator[StepReport]:
+    def reports(
+        self,
+        on_signal: Callable[[int], object] = lambda _: None,
+        on_report: Callable[[StepReport], object] = lambda _: None,
+    ) -> Iterator[StepReport]:
         """Run all steps and yield a report after each.
 
-        After a signal, of which `on_signal` gets the number, the step ends and the run is saved.
+        After a signal, of which `on_signal` gets the number, the step ends and the run is saved. It
+        is also saved, and the last one, after a report for which `on_report` returns True.
 
         Raises:
             Stopped: a signal has ended the run, on this rank or another, or came with the last
                 step.
         """
+        ends = False  # by `on_report`
+
+        def should_stop(report: StepReport) -> bool:
+            nonlocal ends
+            ends = on_report(report) is True
+            return ends or bool(caught)
+
         with deferred_signals(on_signal) as caught:
-            yield from self.trainer.steps(self.pace, lambda: bool(caught))
-        if caught or self.trainer.stopped_by == "signal":  # by another rank, with an unknown number
+            yield from self.trainer.steps(self.pace, should_stop)
+        is_early = self.trainer.stopped_by == "signal"  # maybe on another rank only
+        ends = is_early and self.trainer.group.all_reduce_any(ends)
+        if caught or (is_early and not ends):
             raise Stopped(caught[0] if caught else signal.SIGTERM, is_saved=True)
 
     def late_note(self) -> str | None:
