@@ -376,7 +376,7 @@ def test_a_requested_stop_keeps_the_plan_that_the_checkpoint_was_saved_with(
 
     trainer = start_trainer(tiny_config(**{"train.save_every": 1}), corpus, tmp_path / "run")
     pace = Replanned(Deadline.from_budget(60), trainer.config, 1e5, True, 1000)
-    list(trainer.steps(pace, lambda: trainer.state.step == 5))
+    list(trainer.steps(pace, lambda _: trainer.state.step == 5))
     run = RunFolder(tmp_path / "run")
     saved, config, notes = resume(run, {})
     assert (saved.state.step, config.train.max_steps, notes) == (5, 104, [])
@@ -542,8 +542,8 @@ def test_offsets_are_uniform_over_all_valid_starts() -> None:
 def test_a_shipped_bigram_trains_to_the_loss_of_the_counted_bigram(
     name: str, split: Split, tolerance: float, corpus: Corpus
 ) -> None:
-    overrides = [f"text.path={json.dumps(corpus.name)}", "device=cpu", "train.sample_every=0"]
-    trainer = Trainer(load_config(name, overrides), corpus)
+    values = {"text.path": corpus.name, "device": "cpu", "train.sample_every": 0}
+    trainer = Trainer(load_config(name, values), corpus)
     run_steps(trainer)
     counted = Baselines(corpus).losses(corpus.split(split))["bigram"]
     assert trainer.learner.evaluate(split).nats_per_char == pytest.approx(counted, abs=tolerance)
