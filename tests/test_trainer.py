@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import json
 import math
 import os
 import shutil

@@ -44,6 +44,7 @@ from chargpt.text.tokenizer import CharTokenizer, Floats, Ints, Tokens, UnknownP
 MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of sequences that are sampled together
 UNIFORMS_CHUNK = 256  # positions whose uniform numbers are computed together
 MIN_TEMPERATURE = 1e-100  # dividing differences of logits by it does not overflow
+MAX_LOGITS = 10_000  # of steps whose surprisal is computed together
 SLICE_SECONDS = 0.005  # that a thread decodes before others may
 
 # Threads that decode at once take turns at Python's lock within every small operation of numpy,
@@ -219,7 +220,6 @@ class _Step(NamedTuple):
 
     pieces: list[str]  # N
     ended: list[Ended]  # N
-    is_counted: list[bool]  # N: whether the token belongs to the sequence
     tokens: Tokens  # (N,)
     logits: Floats  # that they were sampled from, (N, V)
 
@@ -238,19 +238,19 @@ class Pieces(Iterator[list[str]]):
         ended: how each sequence has ended after the last step returned, N words.
     """
 
-    def __init__(
-        self, n_sequences: int, first_continuation_id: int, steps: Generator[_Step]
-    ) -> None:
-        self.ended: list[Ended] = [""] * n_sequences
-        self._first_continuation_id = first_continuation_id
+    def __init__(self, tokenizer: CharTokenizer, steps: Generator[_Step], n: int) -> None:
+        self.ended: list[Ended] = [""] * n
+        self._tokenizer = tokenizer
         self._steps = steps
         self._ahead: deque[_Step] = deque()
         self._returned: list[_Step] = []  # not yet in these sums
-        self._bits, self._n_characters = np.zeros(n_sequences), np.zeros(n_sequences)
+        self._bits, self._n_characters = np.zeros(n), np.zeros(n)
+        self._had_ended = np.zeros(n, dtype=bool)  # at the last step in them
 
     def __next__(self) -> list[str]:
         if not self._ahead:
-            self._add_bits()
+            if self._returned and len(self._returned) * self._returned[0].logits.size > MAX_LOGITS:
+                self._add_bits()
             with _decoding:
                 end = time.perf_counter() + SLICE_SECONDS
                 for step in self._steps:
@@ -279,7 +279,11 @@ class Pieces(Iterator[list[str]]):
         """Add the surprisal of the tokens of many steps at once: one by one takes far longer."""
         if not self._returned:
             return
-        is_counted = np.array([step.is_counted for step in self._returned])  # (steps, N)
+        ended = np.array([step.ended for step in self._returned])  # (steps, N)
+        is_counted = np.vstack((self._had_ended, ended[:-1] != "")) == 0
+        if self._tokenizer.eos_token:  # the token after a document of full length is not part of it
+            is_counted &= ended != "length"
+        self._had_ended = ended[-1] != ""
         tokens = np.stack([step.tokens for step in self._returned])
         logits = np.stack([step.logits for step in self._returned])  # (steps, N, V)
         self._returned.clear()
@@ -287,7 +291,8 @@ class Pieces(Iterator[list[str]]):
         chosen = np.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
         nats = np.log(np.exp(logits).sum(axis=-1)) - chosen  # (steps, N)
         self._bits += np.where(is_counted, nats, 0).sum(axis=0) / math.log(2)
-        self._n_characters += (is_counted & (tokens < self._first_continuation_id)).sum(axis=0)
+        is_first = tokens < self._tokenizer.first_continuation_id  # byte of its character
+        self._n_characters += (is_counted & is_first).sum(axis=0)
 
 
 def stream_run(
@@ -342,7 +347,7 @@ def stream_pieces(
     """
     ids = range(options.num_samples) if sequence_ids is None else sequence_ids
     steps = _decode(model, tokenizer, prompt_ids, options, ids, unigram)
-    return Pieces(len(ids), model.first_continuation_id, steps)
+    return Pieces(tokenizer, steps, len(ids))
 
 
 def _decode(
@@ -378,14 +383,9 @@ def _decode(
             allowed = valid.allowed[states] if is_restricted else None
             tokens = sample_tokens(filter_probs(logits, options, allowed), numbers)  # (N,)
             pairs = zip(sequences, tokens.tolist(), strict=True)
-            had_ended = [bool(sequence.ended) for sequence in sequences]
             pieces = [sequence.push(token) for sequence, token in pairs]
             ended = [sequence.ended for sequence in sequences]
-            # a document of full length ends with another token, which is not part of it
-            cut = "length" if tokenizer.eos_token else None
-            both = zip(had_ended, ended, strict=True)
-            is_counted = [not had and now != cut for had, now in both]
-            yield _Step(pieces, ended, is_counted, tokens, logits)
+            yield _Step(pieces, ended, tokens, logits)
             if all(ended):
                 return
             states = valid.next_state[states, tokens]

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import chargpt
 from record import provenance, write_record
+
+import chargpt
 
 THREADS = 16
 LENGTHS = (20, 200, 1_000)
