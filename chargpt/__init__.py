@@ -8,6 +8,7 @@
 Names are imported when they are first used, so `import chargpt` is quick.
 """
 
+from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +63,21 @@ __all__ = list(_MODULES)
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'chargpt' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    found = getattr(import_module(_MODULES[name]), name)
+    if not isinstance(found, type):
+        found = _with_argument_names(found)
+    globals()[name] = found
+    return found
+
+
+def _with_argument_names(function: Any) -> Any:
+    """Return a function whose errors and notes name its arguments instead of options."""
+    from chargpt.log import arguments_named
+
+    named = wraps(function)(arguments_named()(function))
+    named.__module__ = "chargpt"  # where pickle finds it
+    return named
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -1,7 +1,7 @@
 """The configuration of a run: a frozen, validated `Config`, read from YAML.
 
 A YAML file contains only what differs from the defaults in this file. `load_config` reads it by
-name (`gpt`) or path, applies `section.key=value` overrides, and reports all errors at once, each
+name (`gpt`) or path, applies settings, and reports all errors at once, each
 with its line and the most similar valid key. YAML lists become tuples.
 """
 
@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
@@ -621,17 +621,32 @@ def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], di
     return parse_yaml(text, str(path))
 
 
-def load_config(source: str | os.PathLike[str] = "gpt", overrides: Iterable[str] = ()) -> Config:
-    """Return the Config of a shipped name or a YAML file, with `section.key=value` overrides.
+def load_config(
+    config: str | os.PathLike[str] = "gpt", settings: Mapping[str, object] | None = None
+) -> Config:
+    """Return the Config that `train` uses of a config and settings, if no budget plans it.
 
     Args:
-        source: a shipped config's name (`gpt`) or a path.
-        overrides: such as `train.max_steps=100`; the value is read as YAML.
+        config: a shipped config's name, such as `gpt` or `bigram`, or a YAML file.
+        settings: by dotted keys, as in {"train.max_steps": 500}; they take precedence.
 
     Raises:
         ConfigError: naming every invalid setting and its line.
     """
-    return merge_settings(source, dict(map(parse_override, overrides)))[0]
+    return merge_settings(config, require_settings(settings))[0]
+
+
+def require_settings(settings: Mapping[str, object] | None) -> dict[str, object]:
+    """Return settings by dotted keys, with paths as strings; ConfigError if they are no mapping."""
+    if not isinstance(settings, Mapping | None):
+        raise ConfigError(
+            "settings: expected a dictionary, such as {'train.max_steps': 500} (it is of type "
+            f"{type(settings).__name__})"
+        )
+    return {
+        key: os.fspath(value) if isinstance(value, os.PathLike) else value
+        for key, value in (settings or {}).items()
+    }
 
 
 def merge_settings(

@@ -1,19 +1,27 @@
 """The Python interface: train, sample, evaluate, logits."""
 
+import ast
 import errno
+import inspect
+import os
+import pickle
+import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
-from conftest import run_python
+from conftest import REPOSITORY, run_python
 from saving import failing
 
 import chargpt
-from chargpt.config import Config, TextConfig
+from chargpt.config import SampleConfig, TextConfig
 from chargpt.distributed import init_process_group
 from chargpt.errors import (
     ConfigError,
@@ -23,7 +31,7 @@ from chargpt.errors import (
     RunError,
     TextError,
 )
-from chargpt.log import logger
+from chargpt.log import in_python, logger
 from chargpt.models import build_model
 from chargpt.store.folder import RunFolder
 from chargpt.training.start import Request, StartMode
@@ -167,11 +175,142 @@ def test_a_second_interrupt_ends_the_step(
         chargpt.train(verse, settings=TINY, out=tmp_path / "run", device="cpu")
 
 
-def test_models_are_compared_in_a_folder_named_as_a_string(verse: Path, tmp_path: Path) -> None:
-    config = Config().with_values({**TINY, "text.path": str(verse), "device": "cpu"})
-    compared = chargpt.compare(config, str(tmp_path / "both"), models=["bigram"])
-    assert any(row.model == "bigram (trained)" for row in compared.rows)
-    assert chargpt.load_run(tmp_path / "both" / "bigram").step == 4
+def test_compare_takes_what_train_takes_or_runs(verse: Path, tmp_path: Path) -> None:
+    text, given = verse.read_text(encoding="utf-8"), {"settings": TINY, "device": "cpu"}
+    compared = chargpt.compare(text=text, out=str(tmp_path / "both"), **given)  # type: ignore[arg-type]
+    trained = {row.model: row.nats_per_char for row in compared.rows if row.run}
+    assert list(trained) == ["bigram (trained)", "gpt (trained)"]
+    folders = [str(tmp_path / "both" / "gpt"), chargpt.load_run(tmp_path / "both" / "bigram")]
+    again = {row.model: row.nats_per_char for row in chargpt.compare(folders).rows if row.run}
+    assert list(again.values()) == list(trained.values())[::-1]
+    config = chargpt.load_config("gpt", {**TINY, "text.path": verse})
+    run = chargpt.train(verse, config="gpt", settings=TINY, out=tmp_path / "run", device="cpu")
+    assert set(config.differing_keys(run.config)) <= {
+        "device",
+        "dtype",
+        "threads",
+        "text.documents",
+    }
+
+
+def test_a_report_that_is_answered_by_true_ends_training_after_its_step(
+    verse: Path, tmp_path: Path
+) -> None:
+    reports, out = list[StepReport](), tmp_path / "run"
+
+    def stop(report: StepReport) -> bool:
+        reports.append(report)
+        return report.step == 2
+
+    run = chargpt.train(verse, settings=TINY, out=out, device="cpu", on_report=stop)
+    assert (run.step, [report.step for report in reports]) == (2, [0, 1, 2])
+    resumed = chargpt.train(out=out, start="resume", on_report=stop)
+    assert (resumed.step, [report.step for report in reports][3:]) == (4, [3, 4])
+    whole = chargpt.train(verse, settings=TINY, out=tmp_path / "whole", device="cpu")
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[name])
+    train, validation = resumed.metrics["train"], resumed.metrics["validation"]
+    assert train["step"].tolist() == [1, 2, 3, 4]
+    assert train["loss"].tolist() == [float(report.loss) for report in reports if report.loss]
+    measured = [report.validation for report in reports if report.validation]
+    assert validation["loss"].tolist() == [each.nats_per_char for each in measured]
+    for columns in (train, validation):  # as pandas.DataFrame takes them
+        assert len({len(column) for column in columns.values()}) == 1
+        assert all(np.isfinite(column).all() for column in columns.values())
+
+
+USER_FILE = """\
+import chargpt
+from chargpt.training.trainer import StepReport
+
+def stop(report: StepReport) -> bool:
+    return report.step == 3
+
+run = chargpt.train("novel.txt", budget="3m", settings={"train.max_steps": 5}, on_report=stop)
+chargpt.train(text="abc", config="gpt", start="new or resume", out="runs/a", progress=True)
+chargpt.train("novel.txt", start="again")  # wrong
+chargpt.train("novel.txt", settings=["seed=1"])  # wrong
+chargpt.train("novel.txt", on_report=3)  # wrong
+first = chargpt.sample(run, prompt="It", temperature=0.5, top_k=None, stop=["."], seed=None)[0]
+text: str = first.text + first.continuation + first.ended
+facts: tuple[bool, float] = (first.finished, first.surprisal)
+chargpt.sample(run, temperature="hot")  # wrong
+chargpt.sample(run, heat=1)  # wrong
+chargpt.sample("runs/a", num_samples=None)  # wrong
+pieces: list[str] = list(chargpt.stream(run, prompt="It", length=20, seed=1))
+chargpt.stream(run, num_samples=2)  # wrong
+loss: float = chargpt.evaluate(run, split="train", protocol="sliding").bits_per_char
+chargpt.evaluate(run, split="dev")  # wrong
+loss = chargpt.score(run, "It was", unknown="skip").bits_per_char
+chargpt.score(run, unknown="skip")  # wrong
+rows = chargpt.compare("novel.txt", config="gpt", budget=60, out="runs/b").rows
+rows += chargpt.compare([run, "runs/a"], device="cpu").rows
+chargpt.compare("novel.txt", steps=3)  # wrong
+steps: int = chargpt.load_config("gpt", {"train.max_steps": 5}).train.max_steps
+chargpt.load_config("gpt", ["seed=1"])  # wrong
+losses = chargpt.load_run("runs/a", device="cpu").metrics["train"]["loss"].mean()
+"""
+
+
+def test_types_of_a_users_file_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(USER_FILE)
+    # without the libraries, whose types take far longer to read
+    options = "--strict --config-file= --no-site-packages --ignore-missing-imports"
+    command = [sys.executable, "-m", "mypy", *options.split(), "--follow-imports=silent", "user.py"]
+    environment = {**os.environ, "MYPYPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    found = set(map(int, re.findall(r"^user\.py:(\d+): error", done.stdout, re.MULTILINE)))
+    lines = enumerate(USER_FILE.splitlines(), 1)
+    assert found == {number for number, line in lines if line.endswith("# wrong")}, done.stdout
+
+
+def test_dir_is_the_api_and_functions_keep_their_signatures() -> None:
+    assert {name for name in dir(chargpt) if not name.startswith("__")} == set(chargpt.__all__)
+    parameters = inspect.signature(chargpt.sample).parameters
+    assert {*SampleConfig.model_fields} <= set(parameters)
+    assert repr(parameters["top_k"].default) == "<of the run>"
+    assert pickle.loads(pickle.dumps(chargpt.sample)) is chargpt.sample
+
+
+def test_messages_name_arguments_of_python(tiny_run: chargpt.Run, tmp_path: Path) -> None:
+    api: Any = chargpt
+    folder, text = tiny_run.folder, "the cat sat on the mat\n" * 100
+    for message, call in (
+        ("out=$", lambda: api.train(text=text, out=__file__)),
+        (r"start='resume', replace it with start='replace'", lambda: api.train("-", out=folder)),
+        (r"settings=\{'train.max_steps': N\}", lambda: api.train(folder, start="resume")),
+        (r"drop config= \(start", lambda: api.train(config="a", start="resume")),
+        ("unknown='skip' or 'replace'", lambda: api.sample(tiny_run, prompt="é")),
+        (r"a longer budget=, or with settings=\{", lambda: api.with_mixture(folder)),
+        (r"`chargpt\.train`", lambda: api.load_run(tmp_path / "none")),
+        (r"`chargpt\.score\(RUN, FILE\)`", lambda: api.score(__file__, "a")),
+        (r"settings=\{'text.test_fraction': 0.1\}", lambda: api.evaluate(folder, "test")),
+    ):
+        with pytest.raises(chargpt.ChargptError, match=message) as raised:
+            call()
+        assert not re.search(OPTION, str(raised.value))
+
+
+OPTION = r"(?<![\w-])(--[a-z]|-[cs] )"
+
+
+def test_no_sentence_of_the_library_keeps_an_option() -> None:
+    without_a_function, left = "soffice|compress --keep|import it again with --text", []
+    for folder in "training text store inference models".split():
+        for path in (Path(chargpt.__file__).parent / folder).glob("*.py"):
+            nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+            formatted = [node.values for node in nodes if isinstance(node, ast.JoinedStr)]
+            inner = {id(part) for parts in formatted for part in parts}
+            inner |= {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+            plain = [[node] for node in nodes if isinstance(node, ast.Constant)]
+            texts = [
+                "".join(str(part.value) if type(part) is ast.Constant else "x=1" for part in parts)
+                for parts in [*formatted, *(each for each in plain if id(each[0]) not in inner)]
+            ]
+            left += [text for text in map(in_python, texts) if re.search(OPTION, text)]
+    assert [text for text in left if not re.search(without_a_function, text)] == []
 
 
 def test_the_same_command_resumes_a_run_whose_decay_was_planned_again() -> None:
@@ -341,7 +480,7 @@ def test_start_modes_create_replace_and_resume_runs(verse: Path, tmp_path: Path)
     assert train(StartMode.NEW_OR_RESUME, **longer) == 6  # no steps are left
     resumed = chargpt.train(out, settings={"train.max_steps": 8}, start=StartMode.RESUME)
     assert resumed.step == 8
-    with pytest.raises(ConfigError, match="--out"):
+    with pytest.raises(ConfigError, match="start='new or resume'"):
         chargpt.train(out, config="gpt", start=StartMode.RESUME)
 
 
@@ -425,7 +564,7 @@ def test_pieces_are_streamed_as_they_are_sampled(tiny_run: chargpt.Run) -> None:
 
 
 def test_a_trainer_without_a_folder_trains_but_does_not_save(verse: Path) -> None:
-    config = chargpt.load_config("gpt", [f"{k}={v}" for k, v in TINY.items()])
+    config = chargpt.load_config("gpt", TINY)
     trainer = chargpt.Trainer(config, chargpt.load_corpus(TextConfig(path=str(verse))))
     assert [report.step for report in trainer.steps()][-1] == 4
     with pytest.raises(RunError, match="no folder to save in; create it with folder="):
@@ -444,8 +583,7 @@ def test_a_folder_stands_for_its_run(tiny_run: chargpt.Run) -> None:
 def test_runs_and_results_show_themselves_in_a_notebook(verse: Path, tmp_path: Path) -> None:
     text, folder = tmp_path / "<b>&.txt", tmp_path / "<i>"
     text.write_text(verse.read_text(encoding="utf-8")[:8000], encoding="utf-8")
-    config = Config().with_values({**TINY, "text.path": str(text), "device": "cpu"})
-    compared = chargpt.compare(config, folder, models=["gpt"])
+    compared = chargpt.compare(text, settings=TINY, out=folder, device="cpu", models=["gpt"])
     run = chargpt.load_run(folder / "gpt", device="cpu")
     result = chargpt.evaluate(run)
     loss = f"{result.nats_per_char:.4f}"

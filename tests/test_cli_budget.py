@@ -13,7 +13,7 @@ from starting import create_run, pace_of
 from chargpt.cli.console import short
 from chargpt.cli.report import show_result
 from chargpt.cli.train import StepView, describe_model, describe_plan, run_steps
-from chargpt.config import Config, ModelConfig, TextConfig, load_config
+from chargpt.config import Config, ModelConfig, TextConfig, load_config, parse_override
 from chargpt.device import ThreadTuner
 from chargpt.files import dump_yaml
 from chargpt.store.folder import RunFolder
@@ -40,7 +40,8 @@ STEPS = ("train.max_steps=6", "train.evaluate_every=3", "train.save_every=3")
 
 
 def tiny(verse: Path, *settings: str) -> Config:
-    return load_config("gpt", [f"text.path={verse}", *TINY, *settings])
+    options = dict(map(parse_override, (*TINY, *settings)))
+    return load_config("gpt", {"text.path": verse, **options})
 
 
 def end_after(created: Session, step: int) -> Pace:
@@ -291,10 +292,10 @@ def test_another_number_of_steps_drops_what_was_re_planned(tmp_path: Path) -> No
     file = tmp_path / "config.yaml"
     file.write_text(dump_yaml(config.model_dump(mode="json")))
     for max_steps in (80, 60, 100):
-        changed = load_config(file, [f"train.max_steps={max_steps}"])
+        changed = load_config(file, {"train.max_steps": max_steps})
         schedule = config.schedule if max_steps == 80 else Config().schedule
         assert (changed.train.max_steps, changed.schedule) == (max_steps, schedule)
-    points = load_config(file, ["train.max_steps=60", "schedule.decay_points=[[9, 50]]"])
+    points = load_config(file, {"train.max_steps": 60, "schedule.decay_points": [[9, 50]]})
     assert points.schedule.decay_points == ((9, 50),)
 
 

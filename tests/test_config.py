@@ -35,9 +35,14 @@ def write(tmp_path: Path):
     return write
 
 
+def with_options(source: object, *options: str) -> Config:
+    """Return a config with settings as `-s` takes them."""
+    return load_config(source, dict(map(parse_override, options)))  # type: ignore[arg-type]
+
+
 def message_of(source: object, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(source, overrides)  # type: ignore[arg-type]
+        with_options(source, *overrides)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -197,17 +202,17 @@ WRONG = "true null x -1 1.5 1e400 [1] [[1]] [[1,2,3]] {a: 1} 9999999999999999999
 def test_the_messages_are_in_our_own_words(key: str) -> None:
     for value in WRONG.replace("{a: 1}", "{a:1}").split():
         with contextlib.suppress(ConfigError):
-            load_config("gpt", [f"{key}={value.replace(':', ': ')}"])
+            with_options("gpt", f"{key}={value.replace(':', ': ')}")
             continue
         message = message_of("gpt", f"{key}={value.replace(':', ': ')}")
         assert not re.search(r"[Ii]nput|should|type=|tuple|dictionary|True|None", message), message
 
 
 def test_a_single_text_is_a_list_of_one() -> None:
-    assert load_config("gpt", ["text.suffixes=.py"]).text.suffixes == (".py",)
-    assert load_config("gpt", ["text.suffixes=.py,.md"]).text.suffixes == (".py", ".md")
-    assert load_config("gpt", ["text.suffixes=[.py, .md]"]).text.suffixes == (".py", ".md")
-    assert load_config("gpt", ["sample.stop='a, b'"]).sample.stop == ("a, b",)
+    assert with_options("gpt", "text.suffixes=.py").text.suffixes == (".py",)
+    assert with_options("gpt", "text.suffixes=.py,.md").text.suffixes == (".py", ".md")
+    assert with_options("gpt", "text.suffixes=[.py, .md]").text.suffixes == (".py", ".md")
+    assert with_options("gpt", "sample.stop='a, b'").sample.stop == ("a, b",)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +285,7 @@ def test_overrides_take_precedence_over_the_file_and_the_file_over_defaults(writ
     assert (config.seed, config.train.max_steps, config.text.path) == (3, 20, "book.txt")
     assert fixed_keys == {"seed", "train.max_steps"}
     assert merge_settings(None, {"optim.lr": 0.5})[1] == {"optim.lr"}
-    assert load_config("gpt", ["seed=1", "seed=2"]).seed == 2
+    assert with_options("gpt", "seed=1", "seed=2").seed == 2
 
 
 @pytest.mark.parametrize(
@@ -366,7 +371,7 @@ def test_conflicting_settings_are_rejected(overrides: list[str], part: str) -> N
 
 
 def test_a_bigram_ignores_the_head_size() -> None:
-    assert load_config("bigram", ["model.n_head=3"]).model.n_head == 3
+    assert with_options("bigram", "model.n_head=3").model.n_head == 3
 
 
 def test_with_values_validates_and_does_not_change_the_original() -> None:

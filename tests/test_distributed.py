@@ -59,7 +59,7 @@ def test_two_ranks_train_to_the_losses_of_one_process(
 
 
 def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected(verse: Path) -> None:
-    config = load_config("gpt", ["train.batch_size=7"])
+    config = load_config("gpt", {"train.batch_size": 7})
     corpus = load_corpus(TextConfig(path=str(verse)))
     with pytest.raises(ConfigError, match="does not divide over 2 processes"):
         Learner(config, corpus, RankGroup(0, 2), torch.device("cpu"))

@@ -30,7 +30,7 @@ TINY = (
 
 
 def corpus_of(path: Path) -> Corpus:
-    return load_corpus(load_config("gpt", [f"text.path={path}"]).text)
+    return load_corpus(load_config("gpt", {"text.path": path}).text)
 
 
 def val_losses(corpus: Corpus) -> dict[str, float]:

@@ -8,7 +8,10 @@ import pickle
 import re
 import shutil
 import signal
+import threading
+import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import numpy as np
@@ -26,6 +29,7 @@ from chargpt.config import SampleConfig
 from chargpt.errors import ConfigError, OperationError, UnknownCharacterError
 from chargpt.inference import generation
 from chargpt.inference.decoders import NumpyDecoder
+from chargpt.inference.evaluation import evaluate
 from chargpt.inference.generation import sample, stream, stream_pieces, stream_run
 from chargpt.models.ngram import BigramLM
 from chargpt.text.tokenizer import CharTokenizer
@@ -123,7 +127,7 @@ def test_a_stopped_sampling_returns_the_texts_so_far(n_calls, make_run, monkeypa
     stopped = sample(run, num_samples=5, is_stopped=lambda: next(calls) >= n_calls)
     n_whole, n_rest = divmod(n_calls, 21)  # one call more after each text
     assert stopped == [*texts[:n_whole], texts[n_whole][:n_rest]]
-    ended = [(text.ended, text.is_finished) for text in stopped]
+    ended = [(text.ended, text.finished) for text in stopped]
     assert ended == [*[("length", False)] * n_whole, ("stopped", False)]
 
 
@@ -361,12 +365,36 @@ def test_a_sample_is_the_prompt_and_its_continuation(make_run):
     followed = zip(*stream_run(run, options), strict=True)
     assert texts == ["here" + "".join(pieces) for pieces in followed]
     assert [len(text) for text in texts] == [24, 24]
+    assert (type(texts[0].text), texts[0].text) == (str, texts[0])
     assert sample(run, prompt="here", num_samples=2) == texts
     assert sample(run, options, num_samples=1) == texts[:1]
     restored = pickle.loads(pickle.dumps(texts[0]))
     assert ("here" + restored.continuation, restored.ended) == (texts[0], "length")
     stopped = sample(run, options, stop=(texts[0][8],))[0]
     assert (stopped, stopped.ended) == (texts[0][: 4 + len(stopped.continuation)], "stop")
+
+
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.3, "top_k": 3}])
+def test_the_surprisal_of_a_sample_is_what_the_model_assigns_to_what_was_sampled(
+    filters, make_run, monkeypatch
+):
+    run = make_run(TEXT)
+    texts = sample(run, prompt="here", num_samples=3, length=8, **filters)
+    stop = texts[0][9:11]
+    end = texts[0].index(stop, 4)
+    stopped = sample(run, prompt="here", length=8, stop=[stop], **filters)[0]
+    assert (stopped.text, stopped.finished) == (texts[0][:end], True)
+    for text, sampled in ((stopped, texts[0][: end + 2]), *((each, each.text) for each in texts)):
+        tokens = torch.from_numpy(run.tokenizer.encode(sampled).astype(np.int64))
+        log_probs = run.logits(sampled).log_softmax(dim=1)[3:-1]
+        bits = -log_probs.gather(1, tokens[4:, None]).mean() / math.log(2)
+        assert text.surprisal == pytest.approx(float(bits), rel=1e-4)
+    assert texts[0].finished is False
+    monkeypatch.setattr(generation, "SLICE_SECONDS", 0)  # other steps are added up together
+    again = sample(run, prompt="here", num_samples=3, length=8, **filters)
+    assert [each.surprisal for each in again] == pytest.approx([each.surprisal for each in texts])
+    half = sample(run, length=9, is_stopped=lambda: True)[0]
+    assert half.surprisal == pytest.approx(sample(run, length=1)[0].surprisal)
 
 
 def test_the_memory_of_a_sampled_character_is_that_of_its_text(make_run, capsys, monkeypatch):
@@ -386,17 +414,49 @@ def test_the_memory_of_a_sampled_character_is_that_of_its_text(make_run, capsys,
     assert 100 <= len(kept) <= 200
 
 
-def test_sampling_limits_the_blas_to_one_thread_and_restores_it(make_run):
+@pytest.mark.parametrize("n_streams", [1, 2])
+def test_streams_restore_the_blas_and_the_models_mode_in_whatever_order_they_end(
+    n_streams, monkeypatch
+):
     def blas_threads():
         return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
 
-    run = make_run(TEXT)
+    monkeypatch.setattr(generation, "SLICE_SECONDS", 0)
+    model, ids = noisy_model(dropout=0.5, attention="average").train(), NO_NEWLINE.encode("a")
+    expected = continuations(noisy_model(attention="average"), "a")[0]
+    options = SampleConfig(length=40, seed=5, temperature=1)
     with threadpool_limits(2, user_api="blas"):
-        pieces = stream(run, seed=1)
-        next(pieces)
-        assert blas_threads() == {1}
-        assert list(pieces)
-        assert blas_threads() == {2}
+        streams = [stream_pieces(model, NO_NEWLINE, ids, options) for _ in range(n_streams)]
+        texts = [next(pieces)[0] for pieces in streams]
+        for pieces, text in zip(streams, texts, strict=True):
+            assert (blas_threads(), model.training) == ({1}, False)
+            assert text + "".join(piece for (piece,) in pieces) == expected
+        assert (blas_threads(), model.training) == ({2}, True)
+
+
+def test_threads_decode_one_at_a_time_and_get_the_same_texts_beside_an_evaluation(
+    make_run, monkeypatch
+):
+    run, decoding, real = make_run(TEXT), threading.Lock(), NumpyDecoder.step
+    alone = [sample(run, seed=seed, num_samples=2) for seed in range(8)]
+    loss = evaluate(run, "train").nats_per_char
+
+    def step(decoder, tokens):
+        assert decoding.acquire(blocking=False), "two threads decode at once"
+        time.sleep(0.001)  # lets another thread run
+        logits = real(decoder, tokens)
+        decoding.release()
+        return logits
+
+    monkeypatch.setattr(NumpyDecoder, "step", step)
+    slow = stream(run)
+    next(slow)  # what is read of it later blocks no other thread
+    with ThreadPoolExecutor(8) as pool:
+        texts = pool.map(lambda seed: sample(run, seed=seed, num_samples=2), range(8))
+        losses = [evaluate(run, "train").nats_per_char for _ in range(20)]
+        assert list(texts) == alone
+    assert set(losses) == {loss}
+    assert len("".join(slow)) == 19
 
 
 def test_sampling_in_groups_gives_the_same_texts_and_reports_its_progress(make_run, monkeypatch):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import json
 import math
 import os
 import shutil
@@ -284,7 +283,7 @@ def test_a_rollback_undoes_a_later_re_planning_and_is_saved_at_once(
     config = tiny_config(**{"train.max_rollbacks": 1, "schedule.cooldown": 0.5})
     trainer = start_trainer(config, corpus, tmp_path / "run")
     make_gradient_infinite(trainer, 7)
-    for report in trainer.steps(should_stop=lambda: trainer.state.rollbacks > 0):
+    for report in trainer.steps(should_stop=lambda _: trainer.state.rollbacks > 0):
         if report.step == 7:  # saved with step 8, which fails
             later = {"train.max_steps": 20, "schedule.decay_points": [(6, 12)]}
             trainer.change_config(trainer.config.with_values(later))
@@ -400,7 +399,7 @@ def test_a_requested_stop_keeps_the_plan_that_the_checkpoint_was_saved_with(
 
     trainer = start_trainer(tiny_config(**{"train.save_every": 1}), corpus, tmp_path / "run")
     pace = Replanned(Deadline.from_budget(60), trainer.config, 1e5, True, 1000)
-    list(trainer.steps(pace, lambda: trainer.state.step == 5))
+    list(trainer.steps(pace, lambda _: trainer.state.step == 5))
     run = RunFolder(tmp_path / "run")
     saved, config, notes = resume(run, {})
     assert (saved.state.step, config.train.max_steps, notes) == (5, 104, [])
@@ -411,7 +410,7 @@ def test_a_run_saved_before_its_first_step_is_not_validated_again(
     corpus: Corpus, tmp_path: Path
 ) -> None:
     trainer = start_trainer(tiny_config(), corpus, tmp_path / "run")
-    list(trainer.steps(should_stop=lambda: True))
+    list(trainer.steps(should_stop=lambda _: True))
     assert trainer.state.step == 0
     resume_to_end(tmp_path / "run", corpus)
     curve = validation_curve(RunFolder(tmp_path / "run").metrics.records())
@@ -566,8 +565,8 @@ def test_offsets_are_uniform_over_all_valid_starts() -> None:
 def test_a_shipped_bigram_trains_to_the_loss_of_the_counted_bigram(
     name: str, split: Split, tolerance: float, corpus: Corpus
 ) -> None:
-    overrides = [f"text.path={json.dumps(corpus.name)}", "device=cpu", "train.sample_every=0"]
-    trainer = Trainer(load_config(name, overrides), corpus)
+    values = {"text.path": corpus.name, "device": "cpu", "train.sample_every": 0}
+    trainer = Trainer(load_config(name, values), corpus)
     run_steps(trainer)
     counted = Baselines(corpus).losses(corpus.split(split))["bigram"]
     assert trainer.learner.evaluate(split).nats_per_char == pytest.approx(counted, abs=tolerance)

@@ -15,6 +15,7 @@ from typing import Any
 from chargpt.analysis.result import MIXTURE_LABEL, MIXTURE_SUFFIX, describe_gain, difference
 from chargpt.config import Config, load_config
 from chargpt.errors import ConfigError, FinishedError, TextError
+from chargpt.files import exists
 from chargpt.inference.evaluation import (
     BaselineLoss,
     Baselines,
@@ -33,6 +34,8 @@ from chargpt.text.corpus import Corpus, Split
 from chargpt.text.prepare import prepare
 from chargpt.text.source import find_text
 from chargpt.text.tokenizer import Tokens
+from chargpt.training.api import new_request, run_steps
+from chargpt.training.budget import plan_run, with_measured_threads
 from chargpt.training.deadline import Pace
 from chargpt.training.mixing import try_add_mixture
 from chargpt.training.resume import (
@@ -42,7 +45,7 @@ from chargpt.training.resume import (
     continued_config,
     load_latest,
 )
-from chargpt.training.start import Session, start_run
+from chargpt.training.start import Request, Session, output_folder, slug, start_run
 
 MODELS = ("bigram", "gpt")
 TRAINED = " (trained)"  # ends the name of a model that `compare` trains
@@ -427,12 +430,6 @@ def undertrained(losses: Mapping[str, float]) -> str | None:
     )
 
 
-def run_to_end(_name: str, session: Session) -> None:
-    """Run all steps of a session."""
-    for _ in session.reports():
-        pass
-
-
 def model_config(config: Config, kind: str) -> Config:
     """Return the config of one model: the given text, steps and batch, its own optimizer.
 
@@ -514,48 +511,103 @@ def resumed_session(
 
 
 def compare(
-    config: Config,
-    folder: str | Path,
+    path: str | Path | Sequence[Run | str | Path] | None = None,
     *,
+    text: str | None = None,
+    config: str | Path | None = None,
+    settings: Mapping[str, object] | None = None,
+    budget: str | float | None = None,
+    out: str | Path | None = None,
+    device: str | None = None,
+    encoding: str | None = None,
     models: Sequence[str] = MODELS,
-    run_session: RunSession = run_to_end,
-    corpus: Corpus | None = None,
-    budget: Pace | None = None,
-    max_tokens: int = MAX_TOKENS,
-    show_progress: ShowProgress = show_nothing,
+    progress: bool = False,
 ) -> Comparison:
-    """Train each model on the same text, split and steps, and evaluate all under `blocks`.
+    """Train baselines, a bigram and a GPT on a text and compare them, or compare existing runs.
+
+    All are evaluated on the same characters of the validation split, under the protocol `blocks`.
 
     Args:
-        config: of the GPT; the other models share its text, steps and batch.
-        folder: of the runs; each gets a folder with its model's name.
-        models: of `MODELS`.
-        run_session: called with a model's name and session; runs all its steps.
-        corpus: the text, if it is prepared.
-        budget: planned for the GPT, which is fitted to it.
-        max_tokens: scored of the validation split.
-        show_progress: of the evaluations.
+        path: as for `train`; or a list of runs or their folders, of one text, to which `device`
+            applies, and nothing else.
+        text, config, settings, device, encoding: as for `train`; the config is that of the GPT, and
+            the other models share its text, steps and batch.
+        budget: total time, in seconds or as in "3m", that the GPT's size and all models' steps fit.
+        out: folder of the runs; each gets a folder with its model's name. By default a new one
+            under runs/.
+        models: to train, of `bigram` and `gpt`.
+        progress: show a progress bar of each training on stderr.
 
     Raises:
-        ChargptError: the text, a setting or the folder is unusable.
+        ChargptError: a text, setting, folder or run is unusable, or the runs are of several texts.
+        KeyboardInterrupt: training was interrupted.
     """
-    with nullcontext(corpus) if corpus else shared_text(config, Path(folder)) as text:
+    given = (text, config, settings, budget, out, encoding)
+    if isinstance(path, Sequence) and not isinstance(path, str):
+        if not path:
+            raise ConfigError("there is no run to compare; name one or more")
+        if any(each is not None for each in given):
+            raise ConfigError("existing runs are compared as they are; give only them and device=")
+        folders = [each.folder if isinstance(each, Run) else Path(each) for each in path]
+        return compare_runs(folders, device or "auto")
+    request = new_request(path, text, config, settings, budget, out, device, encoding)
+    chosen, fixed_keys = request.resolved
+    names = [training.folder for training in trainings_of(chosen, models)]  # before any training
+    deadline, pace, max_tokens = None, None, MAX_TOKENS
+    if budget is not None:
+        deadline, fixed_keys = request.deadline()
+    with opened(request, "compare", names) as (chosen, folder, corpus):
+        if deadline is not None:
+            chosen, corpus, pace = plan_run(chosen, corpus, deadline, fixed_keys)
+            max_tokens = chosen.train.evaluation_tokens
         return compare_trainings(
-            trainings_of(config, models),
-            Path(folder),
-            text,
-            run_session,
-            pace=budget,
+            trainings_of(chosen, models),
+            folder,
+            corpus,
+            lambda _, session: run_steps(session, progress),
+            pace=pace,
             max_tokens=max_tokens,
-            show_progress=show_progress,
         )
+
+
+@contextmanager
+def opened(
+    request: Request,
+    name: str,
+    names: Sequence[str],
+    on_progress: TextProgress | None = None,
+    *,
+    resume: bool = False,
+) -> Iterator[tuple[Config, Path, Corpus]]:
+    """Yield the config of a comparison with its threads, its folder, by default runs/NAME-TEXT, and
+    the text, whose files the runs get links to.
+
+    `names` are those of the folders of the runs; with `resume` they may exist.
+    """
+    out, config = request.out, request.resolved[0]
+    if resume and out is None:
+        raise ConfigError("--resume continues a stopped comparison; name its folder with --out")
+    paths = [out / each for each in names] if out else []
+    for path in paths:
+        if exists(path) and not resume:
+            raise ConfigError(
+                f"{path} exists; continue the comparison with --resume, or name another folder "
+                "with --out"
+            )
+    if not any(map(has_checkpoint, paths)):  # else the others get the threads of the first run
+        config = with_measured_threads(config)
+    source = find_text(config.text, request.text)
+    with output_folder(out, f"{name}-{slug(source.name)}") as folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".text-", dir=folder) as temporary:
+            yield config, folder, prepare(source, config.text, Path(temporary), on_progress)
 
 
 def compare_trainings(
     trainings: Sequence[Training],
     folder: Path,
     corpus: Corpus,
-    run_session: RunSession = run_to_end,
+    run_session: RunSession,
     *,
     pace: Pace | None = None,
     max_tokens: int = MAX_TOKENS,
@@ -583,20 +635,6 @@ def compare_trainings(
         trainings, folder, corpus, baselines, tokens, run_session, pace=pace, resume=resume
     )
     return comparison
-
-
-@contextmanager
-def shared_text(
-    config: Config, folder: Path, on_progress: TextProgress | None = None
-) -> Iterator[Corpus]:
-    """Prepare a text that several runs in a folder share.
-
-    The runs get links to its files, which are deleted at the end.
-    """
-    source = find_text(config.text)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".text-", dir=folder) as temporary:
-        yield prepare(source, config.text, Path(temporary), on_progress)
 
 
 def compare_runs(

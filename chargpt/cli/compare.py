@@ -15,7 +15,7 @@ import typer
 
 from chargpt.analysis import compare as comparison
 from chargpt.analysis import plots
-from chargpt.analysis.compare import Comparison, Estimate, shared_text, undertrained
+from chargpt.analysis.compare import Comparison, Estimate, undertrained
 from chargpt.analysis.ladder import Ladder, ladder_trainings, run_ladder
 from chargpt.analysis.result import MIN_RISE, loss_cells
 from chargpt.cli import console, options, tables
@@ -23,12 +23,11 @@ from chargpt.cli.main import catch_signals
 from chargpt.cli.train import LABEL, describe_plan, run_steps
 from chargpt.config import Config, parse_override, split_values
 from chargpt.errors import ConfigError, Stopped
-from chargpt.files import exists, quoted, write_output
-from chargpt.store.folder import has_checkpoint, is_readable_run, is_run
+from chargpt.files import quoted, write_output
+from chargpt.store.folder import is_readable_run, is_run
 from chargpt.text.corpus import Corpus
-from chargpt.text.source import find_text
-from chargpt.training.budget import plan_run, with_measured_threads
-from chargpt.training.start import Request, Session, output_folder, slug
+from chargpt.training.budget import plan_run
+from chargpt.training.start import Request, Session
 
 MODELS = ",".join(comparison.MODELS)
 MAX_SAMPLE = 150  # characters of a rung's sample
@@ -178,9 +177,10 @@ def compare(
         config=config or ("ladder" if ladder else None),
         settings=settings if device is None else {**settings, "device": device},
         budget=budget,
+        out=out,
         started=console.started,
     )
-    runs = TextRuns(request, out, seeds, split, resume)
+    runs = TextRuns(request, seeds, split, resume)
     if ladder:
         compare_rungs(runs, outputs)
     else:
@@ -197,36 +197,18 @@ class TextRuns(NamedTuple):
     """Runs to train on one text: what is asked for."""
 
     request: Request
-    out: Path | None
     n_seeds: int
     split: ScoredSplit
     resume: bool
 
     @contextmanager
     def open(self, name: str, names: Sequence[str]) -> Iterator[tuple[Config, Path, Corpus]]:
-        """Yield the config with its threads, the folder of the runs, by default runs/NAME-TEXT, and
-        the text that they share.
-
-        `names` are those of the folders of the runs. A message says how a comparison that is
-        stopped goes on.
-        """
-        out, config = self.out, self.request.resolved[0]
-        if self.resume and out is None:
-            raise ConfigError("--resume continues a stopped comparison; name its folder with --out")
-        paths = [out / each for each in names] if out else []
-        for path in paths:
-            if exists(path) and not self.resume:
-                raise ConfigError(
-                    f"{path} exists; continue the comparison with --resume, or name another folder "
-                    "with --out"
-                )
-        if not any(map(has_checkpoint, paths)):  # else the others get the threads of the first run
-            config = with_measured_threads(config)
-        name = f"{name}-{slug(find_text(config.text).name)}"
+        """Yield what `comparison.opened` does; say how a comparison that is stopped goes on."""
         with (
             catch_signals(),
-            output_folder(out, name) as folder,
-            shared_text(config, folder, console.LoadingProgress()) as corpus,
+            comparison.opened(
+                self.request, name, names, console.LoadingProgress(), resume=self.resume
+            ) as (config, folder, corpus),
         ):
             try:
                 yield config, folder, corpus
@@ -240,7 +222,7 @@ class TextRuns(NamedTuple):
         then = "with --budget only a run of it can be resumed, by `chargpt train --resume RUN`"
         if self.request.budget is None:
             words = [word for word in sys.argv[1:] if word != "--resume"]
-            words += ["--resume"] if self.out else ["--out", str(folder), "--resume"]
+            words += ["--resume"] if self.request.out else ["--out", str(folder), "--resume"]
             then = f"train the rest with\n  {' '.join(map(quoted, ['chargpt', *words]))}"
         console.say(f"the runs so far are in {path}; `chargpt compare {path}` scores them; {then}")
 

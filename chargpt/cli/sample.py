@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import sys
-from collections import ChainMap, deque
+from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ from chargpt.cli import console, options, runs, tables
 from chargpt.cli.main import catch_signals
 from chargpt.config import Config, SampleConfig, TextConfig, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, Stopped, TextError
-from chargpt.inference.generation import Ended, Sample, new_sample, stream_run
+from chargpt.inference.generation import Sample, new_sample, stream_run
 from chargpt.inference.generation import sample as sample_texts
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Place
@@ -147,7 +147,7 @@ def sample(
                 "prompt": settings.prompt,
                 "continuations": [text.continuation for text in texts],
                 "ended": [text.ended for text in texts],
-                "finished": [text.is_finished for text in texts],
+                "finished": [text.finished for text in texts],
                 "seed": settings.seed,
                 "run": str(loaded.folder),
                 "step": loaded.step,
@@ -378,8 +378,7 @@ def print_stream(
         ended_by: exceptions that end the text, not the command.
     """
     prompt, text = settings.prompt, ""
-    last: deque[list[Ended]] = deque([[""]], maxlen=1)
-    pieces = stream_run(run, settings, unknown=unknown, on_ended=last.append)
+    pieces = stream_run(run, settings, unknown=unknown)
     # CR and LF of one line end may be in two pieces
     shown = io.IncrementalNewlineDecoder(None, translate=sys.stdout.isatty())
     console.out_text(shown.decode(prompt))
@@ -394,7 +393,7 @@ def print_stream(
         console.out("")
         raise
     console.out_text(shown.decode("", final=True), "\n")
-    return new_sample(prompt, text, last[0][0])
+    return new_sample(prompt, text, pieces.ended[0], pieces.surprisals()[0])
 
 
 def measure(corpus: Corpus, texts: list[Sample], caught: list[int]) -> OverlapReport | None:
@@ -402,7 +401,7 @@ def measure(corpus: Corpus, texts: list[Sample], caught: list[int]) -> OverlapRe
 
     There is none after a signal, also one that ends the measuring and is appended to `caught`.
     """
-    finished = [text for text in texts if text.is_finished]
+    finished = [text for text in texts if text.finished]
     sampled = [text.continuation for text in texts]
     try:
         with catch_signals(), console.show_progress("character", "of the training split") as shown:
@@ -425,7 +424,7 @@ def overlap_json(corpus: Corpus, report: OverlapReport, texts: list[Sample]) -> 
         overlaps.append({"longest": next(iter(values["matches"]), None), **values})
     result: dict[str, Any] = {"overlap": overlaps}
     if corpus.tokenizer.eos_token:  # else a text is no document
-        ended = [text if text.is_finished else None for text in texts]
+        ended = [text if text.finished else None for text in texts]
         result["new"] = [None if each is None else each not in report.known for each in ended]
         result["copied"] = [None if each is None else each in report.copied for each in ended]
     return result
@@ -441,7 +440,7 @@ def mark(text: str, spans: list[tuple[int, int]]) -> str:
 def print_overlap(corpus: Corpus, report: OverlapReport, texts: list[Sample]) -> None:
     """Print what was found below the samples: documents or lines that are new, and the matches."""
     has_documents = bool(corpus.tokenizer.eos_token)
-    finished = [text for text in texts if text.is_finished]
+    finished = [text for text in texts if text.finished]
     if has_documents and finished:
         groups = {"sampled": finished, "distinct": set(finished)}
         print_new("documents", groups, report.copied, report.known)

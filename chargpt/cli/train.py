@@ -264,7 +264,7 @@ def run_steps(session: Session, *, says_resume: bool = True) -> None:
     resume = f"; resume with\n  chargpt train --resume {path}" if says_resume else ""
     try:
         with closing(view.bar):
-            for report in session.reports(say_stopping, view.wait_for_space):
+            for report in session.reports(say_stopping, wait_for_space=view.wait_for_space):
                 view.show(report)
     except Stopped as stop:
         say_lost_metrics(session)

@@ -25,9 +25,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from threadpoolctl import threadpool_info, threadpool_limits
+from threadpoolctl import threadpool_info
 
-from chargpt.device import onednn_is_faster, require_memory
+from chargpt.device import one_blas_thread, onednn_is_faster, require_memory
 from chargpt.errors import OperationError, TextError
 from chargpt.inference.decoders import Decoder, build_decoder
 from chargpt.inference.evaluation import OnProgress
@@ -365,7 +365,7 @@ def _single_threaded_inference(model: LanguageModel) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with eval_mode(model), threadpool_limits(1, user_api="blas"):
+        with eval_mode(model), one_blas_thread():
             yield
     finally:
         torch.set_num_threads(before)

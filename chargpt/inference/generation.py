@@ -19,18 +19,20 @@ import io
 import math
 import os
 import secrets
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple, Never
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from threadpoolctl import threadpool_limits
 
 from chargpt.config import SampleConfig, reject_keywords
+from chargpt.device import one_blas_thread
 from chargpt.errors import ChargptError, ConfigError, OperationError
 from chargpt.inference.decoders import build_decoder
 from chargpt.log import logger
@@ -42,6 +44,22 @@ from chargpt.text.tokenizer import CharTokenizer, Floats, Ints, Tokens, UnknownP
 MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of sequences that are sampled together
 UNIFORMS_CHUNK = 256  # positions whose uniform numbers are computed together
 MIN_TEMPERATURE = 1e-100  # dividing differences of logits by it does not overflow
+MAX_LOGITS = 10_000  # of steps whose surprisal is computed together
+SLICE_SECONDS = 0.005  # that a thread decodes before others may
+
+# Threads that decode at once take turns at Python's lock within every small operation of numpy,
+# and several times as long as one after another.
+_decoding = threading.Lock()
+
+
+class _OfTheRun:
+    """The default of a sampling setting: its value in the run. None is a value."""
+
+    def __repr__(self) -> str:
+        return "<of the run>"
+
+
+OF_THE_RUN: Any = _OfTheRun()
 
 # why a text has ended, "" if it has not
 Ended = Literal["", "length", "stop", "document", "stopped"]
@@ -54,10 +72,19 @@ class Sample(str):
         prompt: its beginning.
         ended: by its `length`, before a `stop` string, at the end of a `document`, or `stopped`
             from outside.
+        surprisal: mean bits per sampled character, -log2 of its probability before temperature and
+            filters; of all that was sampled, also the stop string or end of the document. NaN if
+            nothing was.
     """
 
     prompt: str
     ended: Ended
+    surprisal: float
+
+    @property
+    def text(self) -> str:
+        """The whole text as a plain string."""
+        return str(self)
 
     @property
     def continuation(self) -> str:
@@ -65,7 +92,7 @@ class Sample(str):
         return self[len(self.prompt) :]
 
     @property
-    def is_finished(self) -> bool:
+    def finished(self) -> bool:
         """Whether a stop string or the end of a document has ended it."""
         return self.ended in ("stop", "document")
 
@@ -74,67 +101,76 @@ def sample(
     run: Run | str | Path,
     options: SampleConfig | None = None,
     *,
+    prompt: str = OF_THE_RUN,
+    length: int = OF_THE_RUN,
+    temperature: float = OF_THE_RUN,
+    top_k: int | None = OF_THE_RUN,
+    top_p: float | None = OF_THE_RUN,
+    min_p: float | None = OF_THE_RUN,
+    num_samples: int = OF_THE_RUN,
+    stop: Sequence[str] = OF_THE_RUN,
+    seed: int | None = OF_THE_RUN,
     unknown: UnknownPolicy | None = None,
     on_progress: Callable[[int, int], object] = lambda *_: None,
     is_stopped: Callable[[], bool] = lambda: False,
-    **changes: object,
+    **others: Never,
 ) -> list[Sample]:
     """Generate texts with a trained model; that of `with_mixture(run)` is its mixture.
 
     Args:
         run: a run from `train` or `load_run`, or its folder.
         options: sampling settings; the run's own `sample` section by default.
+        prompt, length, temperature, top_k, top_p, min_p, num_samples, stop, seed: settings that
+            replace those of `options`, as in `sample(run, prompt="To be", temperature=0.5)`; top_k,
+            top_p and min_p None: no such filter; seed None: a new one each time.
         unknown: policy for prompt characters outside the vocabulary; the run's `text.unknown` by
             default.
         on_progress: called with the number of characters sampled for all texts and their total;
             where a text may end before its length, at a stop string or the end of a document, with
             the number of finished texts and `num_samples`.
         is_stopped: once it returns True, the texts so far are returned; some may be missing.
-        changes: changed settings: `prompt`, `length`, `temperature`, `top_k`, `top_p`, `min_p`,
-            `num_samples`, `stop` or `seed`, as in `sample(run, prompt="To be", temperature=0.5)`.
 
     Returns:
         `num_samples` strings, each the prompt and its continuation without stop strings, with the
-        attributes of `Sample`: `continuation` alone, and how it `ended`.
+        attributes of `Sample`: `text`, `continuation`, `ended`, `finished` and `surprisal`. They
+        do not depend on what other threads sample meanwhile.
 
     Raises:
         ConfigError: a setting is unknown or invalid.
         UnknownCharacterError: the prompt contains unknown characters and `unknown` is `error`.
         OperationError: the model's logits are not finite.
     """
+    given = locals()  # before there are others
     run = as_run(run)
-    chosen = _with_changes(run, options, changes)
+    chosen = _with_changes(run, options, given)
     # float32 numbers in the KV cache and the logits of one sequence
     n_values = 2 * run.model.new_cache(1).keys.numel() + run.model.vocab_size
     group_size = max(1, MAX_GROUP_BYTES // (4 * n_values))
     ends_early = bool(chosen.stop or run.tokenizer.eos_token)
     total = chosen.num_samples * (1 if ends_early else chosen.length)
     samples: list[Sample] = []
-    last: deque[list[Ended]] = deque([[]], maxlen=1)  # of the group, after each step
     for first in range(0, chosen.num_samples, group_size):
         sequence_ids = range(first, min(first + group_size, chosen.num_samples))
         texts = [io.StringIO() for _ in sequence_ids]
-        steps = stream_run(
-            run, chosen, unknown=unknown, sequence_ids=sequence_ids, on_ended=last.append
-        )
+        steps = stream_run(run, chosen, unknown=unknown, sequence_ids=sequence_ids)
         for n_steps, step in enumerate(steps, 1):
             for text, piece in zip(texts, step, strict=True):
                 text.write(piece)
             done = first * chosen.length + min(n_steps, chosen.length) * len(sequence_ids)
-            on_progress(first + sum(map(bool, last[0])) if ends_early else done, total)
+            on_progress(first + sum(map(bool, steps.ended)) if ends_early else done, total)
             if is_stopped():
                 break
-        for text, ended in zip(texts, last[0], strict=True):
-            samples.append(new_sample(chosen.prompt, text.getvalue(), ended or "stopped"))
+        for text, ended, bits in zip(texts, steps.ended, steps.surprisals(), strict=True):
+            samples.append(new_sample(chosen.prompt, text.getvalue(), ended or "stopped", bits))
         if is_stopped():
             break
     return samples
 
 
-def new_sample(prompt: str, continuation: str, ended: Ended) -> Sample:
+def new_sample(prompt: str, continuation: str, ended: Ended, surprisal: float) -> Sample:
     """Return a sample; without a constructor of its own, its class can be pickled."""
     sample = Sample(prompt + continuation)
-    sample.prompt, sample.ended = prompt, ended
+    sample.prompt, sample.ended, sample.surprisal = prompt, ended, surprisal
     return sample
 
 
@@ -142,31 +178,122 @@ def stream(
     run: Run | str | Path,
     options: SampleConfig | None = None,
     *,
+    prompt: str = OF_THE_RUN,
+    length: int = OF_THE_RUN,
+    temperature: float = OF_THE_RUN,
+    top_k: int | None = OF_THE_RUN,
+    top_p: float | None = OF_THE_RUN,
+    min_p: float | None = OF_THE_RUN,
+    stop: Sequence[str] = OF_THE_RUN,
+    seed: int | None = OF_THE_RUN,
     unknown: UnknownPolicy | None = None,
-    **changes: object,
+    **others: Never,
 ) -> Iterator[str]:
     """Yield the continuation of one text as it is sampled, piece by piece, without the prompt.
 
     The arguments and errors are those of `sample`.
     """
+    given = locals()
     run = as_run(run)
-    chosen = _with_changes(run, options, {**changes, "num_samples": 1})
+    chosen = _with_changes(run, options, {**given, "num_samples": 1})
     return (piece for (piece,) in stream_run(run, chosen, unknown=unknown) if piece)
 
 
-def _with_changes(
-    run: Run, options: SampleConfig | None, changes: Mapping[str, object]
-) -> SampleConfig:
-    """Return the options, by default the run's, with changes, and a random seed if none is set."""
+def _with_changes(run: Run, options: SampleConfig | None, given: Mapping[str, Any]) -> SampleConfig:
+    """Return the options, by default the run's, with the settings among the arguments `given`.
+
+    The seed is a random one if none is set.
+    """
     if isinstance(options, str):
         raise ConfigError(f"give the prompt by name, as in sample(run, prompt={options[:20]!r})")
-    if "mixture" in changes:
+    if "mixture" in given["others"]:
         raise ConfigError("mixture is not a setting; give chargpt.with_mixture(run) as the run")
-    reject_keywords(changes, SampleConfig.model_fields)
+    reject_keywords(given["others"], SampleConfig.model_fields)
     config = run.config.model_copy(update={"sample": options or run.config.sample})
-    values = {f"sample.{key}": value for key, value in changes.items()}
+    named = {key: given[key] for key in SampleConfig.model_fields if given[key] is not OF_THE_RUN}
+    values = {f"sample.{key}": value for key, value in named.items()}
     chosen = config.with_values(values).sample
     return chosen.model_copy(update={"seed": _seed_of(chosen)})
+
+
+class _Step(NamedTuple):
+    """One token of each sequence."""
+
+    pieces: list[str]  # N
+    ended: list[Ended]  # N
+    tokens: Tokens  # (N,)
+    logits: Floats  # that they were sampled from, (N, V)
+
+
+class Pieces(Iterator[list[str]]):
+    """The texts of N sequences, without the prompt, as one list of N pieces a step.
+
+    A piece is one character; while a stop string may be beginning it is empty, and afterwards
+    several characters. It is also empty while byte tokens spell a character. A sequence that
+    reached its length, a stop string or the end of a document yields empty pieces until all have.
+
+    Steps are decoded ahead for up to `SLICE_SECONDS`: one thread decodes at a time, and none while
+    its pieces are used.
+
+    Attributes:
+        ended: how each sequence has ended after the last step returned, N words.
+    """
+
+    def __init__(self, tokenizer: CharTokenizer, steps: Generator[_Step], n: int) -> None:
+        self.ended: list[Ended] = [""] * n
+        self._tokenizer = tokenizer
+        self._steps = steps
+        self._ahead: deque[_Step] = deque()
+        self._returned: list[_Step] = []  # not yet in these sums
+        self._bits, self._n_characters = np.zeros(n), np.zeros(n)
+        self._had_ended = np.zeros(n, dtype=bool)  # at the last step in them
+
+    def __next__(self) -> list[str]:
+        if not self._ahead:
+            if self._returned and len(self._returned) * self._returned[0].logits.size > MAX_LOGITS:
+                self._add_bits()
+            with _decoding:
+                end = time.perf_counter() + SLICE_SECONDS
+                for step in self._steps:
+                    self._ahead.append(step)
+                    if time.perf_counter() > end:
+                        break
+        if not self._ahead:
+            raise StopIteration
+        step = self._ahead.popleft()
+        self._returned.append(step)
+        self.ended = step.ended
+        return step.pieces
+
+    def close(self) -> None:
+        """End sampling before its end; the model's mode is restored."""
+        self._steps.close()
+
+    def surprisals(self) -> list[float]:
+        """Return the `surprisal` of each sequence's `Sample` after the last step returned."""
+        self._add_bits()
+        with np.errstate(invalid="ignore"):
+            surprisals: list[float] = (self._bits / self._n_characters).tolist()
+        return surprisals
+
+    def _add_bits(self) -> None:
+        """Add the surprisal of the tokens of many steps at once: one by one takes far longer."""
+        if not self._returned:
+            return
+        ended = np.array([step.ended for step in self._returned])  # (steps, N)
+        is_counted = np.vstack((self._had_ended, ended[:-1] != "")) == 0
+        if self._tokenizer.eos_token:  # the token after a document of full length is not part of it
+            is_counted &= ended != "length"
+        self._had_ended = ended[-1] != ""
+        tokens = np.stack([step.tokens for step in self._returned])
+        logits = np.stack([step.logits for step in self._returned])  # (steps, N, V)
+        self._returned.clear()
+        logits -= np.maximum.reduce(logits, axis=-1, keepdims=True)
+        chosen = np.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        nats = np.log(np.exp(logits).sum(axis=-1)) - chosen  # (steps, N)
+        self._bits += np.where(is_counted, nats, 0).sum(axis=0) / math.log(2)
+        is_first = tokens < self._tokenizer.first_continuation_id  # byte of its character
+        self._n_characters += (is_counted & is_first).sum(axis=0)
 
 
 def stream_run(
@@ -175,9 +302,8 @@ def stream_run(
     *,
     unknown: UnknownPolicy | None = None,
     sequence_ids: Sequence[int] | None = None,
-    on_ended: Callable[[list[Ended]], object] = lambda _: None,
-) -> Iterator[list[str]]:
-    """Yield the continuations that `sample` returns, piece by piece as `stream_pieces` does.
+) -> Pieces:
+    """Return the pieces of the continuations that `sample` returns.
 
     Errors of the arguments are those of `sample`, raised at once.
     """
@@ -194,7 +320,6 @@ def stream_run(
         options,
         sequence_ids=sequence_ids,
         unigram=lambda: run.corpus().token_counts("train"),
-        on_ended=on_ended,
     )
 
 
@@ -206,13 +331,8 @@ def stream_pieces(
     *,
     sequence_ids: Sequence[int] | None = None,
     unigram: Callable[[], Ints] | None = None,
-    on_ended: Callable[[list[Ended]], object] = lambda _: None,
-) -> Iterator[list[str]]:
-    """Yield the next piece of each sequence's text, a list of N pieces a step, without the prompt.
-
-    A piece is one character; while a stop string may be beginning it is empty, and afterwards
-    several characters. It is also empty while byte tokens spell a character. A sequence that
-    reached its length, a stop string or the end of a document yields empty pieces until all have.
+) -> Pieces:
+    """Return the pieces of the texts that continue a prompt.
 
     Args:
         model: used on its device in evaluation mode; its mode is restored at the end.
@@ -222,19 +342,31 @@ def stream_pieces(
         options: sampling settings; `prompt` is not used.
         sequence_ids: numbers of the N sequences; 0 to `num_samples` - 1 by default.
         unigram: returns the count of each token, (V,); without it or its text, uniform.
-        on_ended: called before each list with how each sequence has ended, N words.
 
     Raises:
-        OperationError: the model's logits are not finite.
+        OperationError: in a step, the model's logits are not finite.
     """
     ids = range(options.num_samples) if sequence_ids is None else sequence_ids
+    steps = _decode(model, tokenizer, prompt_ids, options, ids, unigram)
+    return Pieces(tokenizer, steps, len(ids))
+
+
+def _decode(
+    model: LanguageModel,
+    tokenizer: CharTokenizer,
+    prompt_ids: Tokens,
+    options: SampleConfig,
+    ids: Sequence[int],
+    unigram: Callable[[], Ints] | None,
+) -> Generator[_Step]:
+    """Yield the steps of `stream_pieces` for the sequences `ids`."""
     prompt = np.asarray(prompt_ids).astype(np.int64)[-model.block_size :]
     prompt = prompt[np.argmax(prompt < model.first_continuation_id) :] if prompt.size else prompt
     if not prompt.size:
         prompt = tokenizer.encode(tokenizer.bos_text).astype(np.int64)
     sequences = [_SampledText(tokenizer, options) for _ in ids]
     # threads of the BLAS spin while they wait: on a busy machine they slow a decode step
-    with eval_mode(model), threadpool_limits(1, user_api="blas"):
+    with eval_mode(model), one_blas_thread():
         cache = model.new_cache(1)
         first = np.zeros(tokenizer.vocab_size)  # logits of the first token, (V,)
         if prompt.size:
@@ -252,10 +384,9 @@ def stream_pieces(
             allowed = valid.allowed[states] if is_restricted else None
             tokens = sample_tokens(filter_probs(logits, options, allowed), numbers)  # (N,)
             pairs = zip(sequences, tokens.tolist(), strict=True)
-            step = [sequence.push(token) for sequence, token in pairs]
+            pieces = [sequence.push(token) for sequence, token in pairs]
             ended = [sequence.ended for sequence in sequences]
-            on_ended(ended)
-            yield step
+            yield _Step(pieces, ended, tokens, logits)
             if all(ended):
                 return
             states = valid.next_state[states, tokens]

@@ -9,14 +9,15 @@ S = cached tokens including the new ones, K = capacity, D = head size.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.device import require_memory
+from chargpt.device import require_memory, shared
 from chargpt.errors import TextError
 from chargpt.text.tokenizer import Tokens
 
@@ -169,9 +170,13 @@ class LanguageModel(nn.Module, ABC):
         return sum(p.numel() for p in self.parameters())
 
 
+def eval_mode(model: LanguageModel) -> AbstractContextManager[None]:
+    """Return a context in which a model is in evaluation mode; its mode is restored afterwards."""
+    return shared(model, partial(_eval_mode, model))
+
+
 @contextmanager
-def eval_mode(model: LanguageModel) -> Iterator[None]:
-    """Put a model into evaluation mode, and restore its mode afterwards."""
+def _eval_mode(model: LanguageModel) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:

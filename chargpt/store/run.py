@@ -1,11 +1,15 @@
 """Loading a trained run: commands that use a model load it by `load_run`."""
 
 import hashlib
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,6 +20,7 @@ from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.checkpoint import RunState, last_saved, list_checkpoints
 from chargpt.store.folder import CHECKPOINTS, RunFolder, is_readable_run, is_run
+from chargpt.store.metrics import VALIDATION
 from chargpt.store.tensors import load_weights, serialize
 from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import CharTokenizer
@@ -64,6 +69,29 @@ class Run:
             )
         logits: Tensor = self.model(tokens[None].to(self.model.device))[0]  # (tokens, V)
         return logits.float().cpu()
+
+    @property
+    def metrics(self) -> dict[str, dict[str, npt.NDArray[Any]]]:
+        """Curves of the training, read from the run's folder: `train` and `validation`.
+
+        Both have arrays of equal length: `step`, `seconds` of training so far and `loss` in nats
+        per character; `train` also `grad_norm`, before clipping, and `lr_factor`. Of a run of very
+        many steps some are left out. What is unknown is NaN.
+
+        Raises:
+            RunError: the file cannot be read.
+        """
+        records = RunFolder(self.folder).metrics.records()
+        common = {"step": "step", "seconds": "seconds"}
+        train = {**common, "loss": "loss", "grad_norm": "grad_norm", "lr_factor": "lr_factor"}
+        columns = {"train": train, "validation": {**common, "loss": VALIDATION}}
+        return {
+            part: {
+                name: np.array([row.get(key, math.nan) for row in records if keys["loss"] in row])
+                for name, key in keys.items()
+            }
+            for part, keys in columns.items()
+        }
 
     def fingerprint(self) -> bytes:
         """Return a hash of the model's weights and settings and of the vocabulary, 8 bytes."""

@@ -1,16 +1,15 @@
 """`chargpt.train`: from a text to a trained run in one call."""
 
-import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, Literal, Never
 
-from chargpt.config import reject_keywords
+from chargpt.config import reject_keywords, require_settings
 from chargpt.distributed import is_main_rank, world_size
 from chargpt.errors import ConfigError, FinishedError, Stopped
 from chargpt.log import collected_notes, logger
@@ -18,6 +17,7 @@ from chargpt.store.run import Run, load_run
 from chargpt.text.source import require_text
 from chargpt.training.mixing import try_add_mixture
 from chargpt.training.start import Request, Session, StartMode, open_session
+from chargpt.training.trainer import StepReport
 
 
 def train(
@@ -29,10 +29,11 @@ def train(
     budget: str | float | None = None,
     from_run: str | Path | None = None,
     out: str | Path | None = None,
-    start: StartMode | str = "new",
+    start: StartMode | Literal["new", "resume", "new or resume", "replace"] = "new",
     device: str | None = None,
     encoding: str | None = None,
     progress: bool | None = None,
+    on_report: Callable[[StepReport], object] = lambda _: None,
     **unknown: Never,
 ) -> Run:
     """Train a model on a text and return the run with its best checkpoint.
@@ -59,6 +60,9 @@ def train(
         encoding: of the text; by default UTF-8, or what its byte order mark says.
         progress: show a progress bar on stderr; in a Jupyter notebook, where it is the default, a
             widget if ipywidgets is installed, with the plan before it and the results below.
+        on_report: called with the results of each step after it, and of a new run first with those
+            of the validation before any, as step 0. Once it returns True, the run is saved and
+            returned, to be resumed or used.
         unknown: none; the error says what other keywords are here.
 
     Raises:
@@ -67,43 +71,9 @@ def train(
         KeyboardInterrupt: training was interrupted. After the first Ctrl-C, which lets the step
             finish, the message names the checkpoint.
     """
-    started = time.perf_counter()
     reject_keywords(unknown, ("path", *(train.__kwdefaults__ or ())))
-    if text is not None:
-        require_text(text)
-    if not isinstance(settings, Mapping | None):
-        raise ConfigError(
-            "settings: expected a dictionary, such as {'train.max_steps': 500} (it is of type "
-            f"{type(settings).__name__})"
-        )
-    try:
-        start = StartMode(start)
-    except ValueError:
-        modes = ", ".join(repr(mode.value) for mode in StartMode)
-        raise ConfigError(f"start {start!r} is not one of {modes}") from None
-    is_shared = world_size() > 1 and start is not StartMode.RESUME
-    if out is None and (is_shared or start is StartMode.NEW_OR_RESUME):
-        raise ConfigError(
-            "start 'new or resume' and several processes need the run's folder; give out="
-        )
-    given = {
-        "train.from_run": None if from_run is None else Path(from_run).absolute(),
-        "text.encoding": encoding,
-        "device": device,
-    }
-    values = {**(settings or {}), **{key: each for key, each in given.items() if each is not None}}
-    request = Request(
-        path=None if path is None else str(path),
-        text=text,
-        config=None if config is None else str(config),
-        settings={
-            key: os.fspath(value) if isinstance(value, os.PathLike) else value
-            for key, value in values.items()
-        },
-        budget=budget,
-        out=None if out is None else Path(out),
-        start=start,
-        started=started,
+    request = new_request(
+        path, text, config, settings, budget, out, device, encoding, from_run, start
     )
     notebook = None if progress is False else _notebook_view()
     with collected_notes() as notes:
@@ -111,10 +81,10 @@ def train(
             with open_session(request) as session:
                 if notebook is not None:
                     notebook.show_plan(session)
-                _run_steps(session, progress=bool(progress or notebook))
+                run_steps(session, bool(progress or notebook), on_report)
                 session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
         except FinishedError:
-            if start is not StartMode.NEW_OR_RESUME:
+            if request.start is not StartMode.NEW_OR_RESUME:
                 raise
             return load_run(str(request.out), device=device or "auto")
         run = load_run(session.folder.path, device=device or "auto")
@@ -127,6 +97,50 @@ def train(
     return replace(run, notes=tuple(notes))
 
 
+def new_request(
+    path: str | Path | None,
+    text: str | None,
+    config: str | Path | None,
+    settings: Mapping[str, object] | None,
+    budget: str | float | None,
+    out: str | Path | None,
+    device: str | None,
+    encoding: str | None,
+    from_run: str | Path | None = None,
+    start: StartMode | str = StartMode.NEW,
+) -> Request:
+    """Return what the arguments of `train` ask for, which starts now; raise as `train` does."""
+    started = time.perf_counter()
+    if text is not None:
+        require_text(text)
+    try:
+        start = StartMode(start)
+    except ValueError:
+        modes = ", ".join(repr(mode.value) for mode in StartMode)
+        raise ConfigError(f"start {start!r} is not one of {modes}") from None
+    is_shared = world_size() > 1 and start is not StartMode.RESUME
+    if out is None and (is_shared or start is StartMode.NEW_OR_RESUME):
+        raise ConfigError(
+            "start 'new or resume' and several processes need the run's folder; give out="
+        )
+    given = {
+        "train.from_run": None if from_run is None else str(Path(from_run).absolute()),
+        "text.encoding": encoding,
+        "device": device,
+    }
+    given = {key: each for key, each in given.items() if each is not None}
+    return Request(
+        path=None if path is None else str(path),
+        text=text,
+        config=None if config is None else str(config),
+        settings={**require_settings(settings), **given},
+        budget=budget,
+        out=None if out is None else Path(out),
+        start=start,
+        started=started,
+    )
+
+
 def _notebook_view() -> Any:
     """Return the module that shows a training in a notebook, which is of a later layer, or None."""
     ipython = sys.modules.get("IPython")
@@ -134,7 +148,9 @@ def _notebook_view() -> Any:
     return import_module("chargpt.cli.notebook") if in_kernel else None
 
 
-def _run_steps(session: Session, *, progress: bool) -> None:
+def run_steps(
+    session: Session, progress: bool, on_report: Callable[[StepReport], object] = lambda _: None
+) -> None:
     """Run all steps, with a progress bar on stderr or without."""
     trainer, val = session.trainer, ""
     is_shown = progress and trainer.group.is_main
@@ -148,7 +164,7 @@ def _run_steps(session: Session, *, progress: bool) -> None:
             logging_redirect_tqdm(None if is_shown else [], tqdm),  # above the bar
             tqdm(total=total, initial=done, unit="step", disable=not is_shown) as bar,
         ):
-            for report in session.reports():
+            for report in session.reports(on_report=on_report):
                 bar.total = report.max_steps
                 if report.validation is not None:
                     val = f", val {report.validation.nats_per_char:.3f}"

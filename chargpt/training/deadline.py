@@ -28,7 +28,7 @@ OVERRUN = 0.08  # fraction of the budget by which the first MIN_STEPS may exceed
 MAX_EPOCHS = 40  # of a plan; more over-fit
 EPOCH_LIMIT_NOTE = (
     f"training ends before its time, after {MAX_EPOCHS} epochs, since more would only over-fit "
-    "most texts; chargpt train --resume with -s train.max_steps=N trains longer"
+    "most texts; --resume with -s train.max_steps=N trains longer"
 )
 INITIAL_FRACTION = 0.93  # of the time, for training steps before re-planning
 # settings that planning and re-planning change

@@ -11,7 +11,6 @@ import gc
 import hashlib
 import math
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -293,10 +292,9 @@ class Learner:
 
     def sample(self, options: SampleConfig) -> str:
         """Return a short text, or some documents, generated with the run's sampling settings."""
-        from chargpt.inference.generation import Ended, stream_pieces  # long after the first step
+        from chargpt.inference.generation import stream_pieces  # long after the first step
 
         tokenizer = self.corpus.tokenizer
-        last: deque[list[Ended]] = deque(maxlen=1)
         options = options.model_copy(
             update={
                 "length": min(SAMPLE_LENGTH, options.length),
@@ -312,12 +310,11 @@ class Learner:
                 prompt,
                 options,
                 unigram=lambda: self.corpus.token_counts("train"),
-                on_ended=last.append,
             )
             texts = ["".join(each) for each in zip(*pieces, strict=True)]
         return "\n".join(
             options.prompt + text + end_sign(ended, tokenizer.eos_token)
-            for text, ended in zip(texts, last[0], strict=True)
+            for text, ended in zip(texts, pieces.ended, strict=True)
         )
 
     # -- weights ----------------------------------------------------------------------------

@@ -112,8 +112,7 @@ class Request:
         if names := " and ".join(name for name, value in given.items() if value is not None):
             raise ConfigError(
                 f"a resumed run keeps its text and settings; drop {names} (--resume with a text "
-                "and --out, in Python start='new or resume', begins a run where there is none, and "
-                "takes them)"
+                "and --out begins a run where there is none, and takes them)"
             )
         return self.settings
 
@@ -182,22 +181,31 @@ class Session:
     def reports(
         self,
         on_signal: Callable[[int], object] = lambda _: None,
+        on_report: Callable[[StepReport], object] = lambda _: None,
         wait_for_space: Callable[[str], bool] = lambda _: False,
     ) -> Iterator[StepReport]:
         """Run all steps and yield a report after each.
 
-        After a signal, of which `on_signal` gets the number, the step ends and the run is saved.
-        If the last save fails, `wait_for_space` is called with the cause, until one succeeds. Once
-        it returns false, a copy of the run goes to the system's temporary folder.
+        After a signal, of which `on_signal` gets the number, the step ends and the run is saved. It
+        is also saved, and the last one, after a report for which `on_report` returns True. If the
+        last save fails, `wait_for_space` is called with the cause, until one succeeds. Once it
+        returns false, a copy of the run goes to the system's temporary folder.
 
         Raises:
             Stopped: a signal has ended the run, on this rank or another, or came with the last
                 step.
             UnsavedError: the last checkpoint is not in the run's folder.
         """
+        ends = False  # by `on_report`
+
+        def should_stop(report: StepReport) -> bool:
+            nonlocal ends
+            ends = on_report(report) is True
+            return ends or bool(caught)
+
         try:
             with deferred_signals(on_signal) as caught:
-                yield from self.trainer.steps(self.pace, lambda: bool(caught))
+                yield from self.trainer.steps(self.pace, should_stop)
         except UnsavedError:
             while (failure := self.trainer.save_failure) is not None:
                 asked = time.perf_counter()
@@ -207,7 +215,9 @@ class Session:
                     self._save_copy(failure)
                     raise
                 self.trainer.save()
-        if caught or self.trainer.stopped_by == "signal":  # by another rank, with an unknown number
+        is_early = self.trainer.stopped_by == "signal"  # maybe on another rank only
+        ends = is_early and self.trainer.group.all_reduce_any(ends)
+        if caught or (is_early and not ends):
             raise Stopped(caught[0] if caught else signal.SIGTERM, is_saved=True)
 
     def _save_copy(self, failure: str) -> None:

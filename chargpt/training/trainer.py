@@ -131,13 +131,13 @@ class Trainer:
     # -- the loop ---------------------------------------------------------------------------
 
     def steps(
-        self, pace: Pace | None = None, should_stop: Callable[[], bool] = lambda: False
+        self, pace: Pace | None = None, should_stop: Callable[[StepReport], bool] = lambda _: False
     ) -> Iterator[StepReport]:
         """Yield a report after each step; in a new run, first one before any update.
 
         Args:
             pace: re-plans the run from its measured speed and stops it at the deadline.
-            should_stop: asked after each step. If it returns true on any rank, the run is saved
+            should_stop: called with each report. If it returns true on any rank, the run is saved
                 and the iteration ends.
 
         Raises:
@@ -152,7 +152,8 @@ class Trainer:
         had_disk_error = False
         try:
             for report in self._reports():
-                if not self.finished and self.group.all_reduce_any(should_stop()):
+                stops = should_stop(report)
+                if not self.finished and self.group.all_reduce_any(stops):
                     self.stopped_by = "signal"
                     self._save()
                 elif not self.finished and pace is not None:
@@ -200,7 +201,7 @@ class Trainer:
         """Run one step and whatever is due after it."""
         train, step = self.config.train, self.state.step
         lr_factor = lr_factor_at(step, self.config.schedule, train.max_steps)
-        report = StepReport(step + 1, train.max_steps, lr_factor)
+        report = StepReport(step + 1, train.max_steps, lr_factor, speed=self.speed)
         loss_per_token = self.learner.accumulate_gradients(step)
         report.loss = loss_per_token / self.corpus.characters_per_token
         report.grad_norm = self.learner.clip_gradients()

@@ -35,7 +35,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path, default=None)
     given = parser.parse_args()
-    config = load_config(given.config, [f"text.path={given.text}", "device=cpu", "dtype=float32"])
+    settings = {"text.path": given.text, "device": "cpu", "dtype": "float32"}
+    config = load_config(given.config, settings)
     corpus = load_corpus(config.text)
     with tempfile.TemporaryDirectory(dir=".") as folder:
         run = RunFolder(Path(folder) / "run")
