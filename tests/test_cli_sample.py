@@ -188,11 +188,11 @@ def test_interactive_sampling_begins_with_the_prompt_takes_paths_as_text_and_end
 def test_samples_that_repeat_are_blank_or_the_same_are_said_with_what_helps(
     continuations: list[str], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    say_flaws([new_sample("", each, "length", 1.0) for each in continuations])
+    say_flaws([new_sample("", each, "length") for each in continuations])
     shown = capfd.readouterr().err
     assert said in shown
     assert len(shown.splitlines()) == bool(said)
-    say_flaws([new_sample("x" * 90, "ab", "length", 1.0), new_sample("x", " \n", "length", 1.0)])
+    say_flaws([new_sample("x" * 90, "ab", "length"), new_sample("x", " \n", "length")])
     assert capfd.readouterr().err == ""
-    say_flaws([new_sample("x", " " * 20 + "\n" * 21, "length", 1.0)])
+    say_flaws([new_sample("x", " " * 20 + "\n" * 21, "length")])
     assert "blank samples: 1 of 1" in capfd.readouterr().err

@@ -167,7 +167,7 @@ def sample(
     return samples
 
 
-def new_sample(prompt: str, continuation: str, ended: Ended, surprisal: float) -> Sample:
+def new_sample(prompt: str, continuation: str, ended: Ended, surprisal: float = math.nan) -> Sample:
     """Return a sample; without a constructor of its own, its class can be pickled."""
     sample = Sample(prompt + continuation)
     sample.prompt, sample.ended, sample.surprisal = prompt, ended, surprisal
