@@ -15,6 +15,7 @@ from chargpt.analysis import memorization as module
 from chargpt.analysis.memorization import (
     MIN_MATCH,
     NGRAM_LENGTHS,
+    OverlapReport,
     VerbatimMatch,
     find_overlap,
     longest_match,
@@ -22,13 +23,19 @@ from chargpt.analysis.memorization import (
 )
 from chargpt.cli.sample import measure, overlap_json, print_new, print_overlap
 from chargpt.config import TextConfig
-from chargpt.inference.generation import new_sample
+from chargpt.inference.generation import Sample, new_sample
 from chargpt.text.corpus import Corpus, Place
 from chargpt.text.prepare import load_corpus
 
 
 def tokens(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("latin-1"), dtype=np.uint8)
+
+
+def measured(corpus: Corpus, texts: list[Sample]) -> OverlapReport:
+    report = measure(corpus, texts, [])
+    assert report is not None
+    return report
 
 
 @pytest.fixture
@@ -107,14 +114,14 @@ def test_of_a_long_training_split_little_is_hashed_and_short_ngrams_are_left_out
 ) -> None:
     corpus = load_corpus(TextConfig(), text="".join(sorted(training)) + training[:900] * 2)
     text = new_sample("", training[:200], "length")
-    exact = measure(corpus, [text])
+    exact = measured(corpus, [text])
     hashed, prefix_sums = [], module._prefix_sums
     for name in ("chargpt.cli.sample", "chargpt.analysis.memorization"):
         monkeypatch.setattr(f"{name}.MAX_SCANNED", 1000)
     monkeypatch.setattr(
         module, "_prefix_sums", lambda *args: hashed.append(len(args[0])) or prefix_sums(*args)
     )
-    found = measure(corpus, [text])
+    found = measured(corpus, [text])
     assert sum(hashed[1:]) < 2500 < len(training) / 4  # the first: of the samples
     assert [each.matches for each in found.texts] == [each.matches for each in exact.texts]
     long = {n: fraction for n, fraction in exact.texts[0].novel.items() if n >= MIN_MATCH}
@@ -270,7 +277,7 @@ def test_every_match_is_located_in_its_file(
     corpus, passages = books
     assert line_of(corpus, "The ") == Place("books/a.txt", 1)
     text = new_sample("", f"QQ{passages[1]}QQ{passages[0]}QQ{passages[1]}", "length")
-    found = measure(corpus, [text])
+    found = measured(corpus, [text])
     (overlap,) = overlap_json(corpus, found, [text])["overlap"]
     places = [(match["start"], match["path"], match["line"]) for match in overlap["matches"]]
     assert places == [(27, "books/b.txt", 3), (2, "books/b.txt", 5), (60, "books/b.txt", 5)]
@@ -343,7 +350,7 @@ def test_of_documents_that_did_not_end_the_ngrams_are_compared_but_none_is_count
     settings = TextConfig(documents="%")
     corpus = load_corpus(settings, text=poem * 50)
     texts = [new_sample("", poem[:30], "length")] * 4
-    print_overlap(corpus, measure(corpus, texts), texts)
+    print_overlap(corpus, measured(corpus, texts), texts)
     shown = capsys.readouterr().out
     assert "not in the text" not in shown
     assert re.search(r"4 +0\.0% of 108 +0\.0% of \d+", shown)
