@@ -134,24 +134,24 @@ def test_a_save_fails_while_the_disk_has_too_little_space(
     save(run, 2)
 
 
-def test_metrics_whose_write_failed_are_written_with_the_next(run: RunFolder) -> None:
+@POSIX
+def test_metrics_of_which_a_full_disk_took_a_part_are_written_with_the_next(run: RunFolder) -> None:
+    import resource
+
     run.metrics.append({"step": 1})
     path = run.path / "metrics.jsonl"
-    aside = path.rename(run.path / "aside")
-    path.mkdir()
-    for step in (2, 3):
-        with pytest.raises(IsADirectoryError):
-            run.metrics.append({"step": step})
-    path.rmdir()
-    aside.rename(path)
-    with open(path, "a") as file:
-        file.write('{"step": 2')  # what a full disk leaves of a line
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, hard))
+    try:
+        for step in (2, 3):
+            with pytest.raises(OSError, match="too large"):
+                run.metrics.append({"step": step})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before
     run.metrics.append({"step": 4})
-    assert [record["step"] for record in run.metrics.records()] == [1, 2, 3, 4]
-    assert path.read_text().splitlines() == [
-        *('{"step": 1}', '{"step": 2'),
-        *('{"step": 2}', '{"step": 3}', '{"step": 4}'),
-    ]
+    assert path.read_text() == "".join(f'{{"step": {step}}}\n' for step in (1, 2, 3, 4))
 
 
 def test_a_metrics_write_that_failed_as_a_whole_leaves_no_damage(

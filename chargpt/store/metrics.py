@@ -1,8 +1,10 @@
 """The metrics log `metrics.jsonl`: one JSON object per line, of numbers and sampled text."""
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,15 @@ class MetricsLog:
         Raises:
             OSError: the write failed; the lines are kept for the next call.
         """
-        # a failed write may have left part of a line: end it
-        prefix = "\n" if self.unwritten else ""
         self.unwritten += [json.dumps(record) + "\n" for record in records]
-        with open(self.path, "a", encoding="utf-8", newline="\n") as file:
-            file.write(prefix + "".join(self.unwritten))
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with open(self.path, "a", encoding="utf-8", newline="\n") as file:
+                file.writelines(self.unwritten)
+        except OSError:
+            with suppress(OSError):
+                os.truncate(self.path, size)  # a full disk may have taken a part of a line
+            raise
         self.unwritten.clear()
 
     def records(self) -> list[dict[str, Any]]:
