@@ -16,7 +16,7 @@ from chargpt.cli.main import (
     COMMANDS,
     HELP_COLUMNS,
     HELP_PAGES,
-    help_page,
+    help_text,
     load_command,
     page_command,
 )
@@ -52,7 +52,7 @@ def test_the_help_pages_are_those_of_the_commands(
     page = import_module("write_help_pages").page
     assert {path.stem for path in HELP_PAGES.iterdir()} == set(COMMANDS)
     for command in COMMANDS:
-        written = help_page(command).read_text(encoding="utf-8")
+        written = help_text(command)
         # versions of typer break lines differently
         assert written.split() == page(command).split(), "run scripts/write_help_pages.py"
         assert max(map(len, written.splitlines())) <= HELP_COLUMNS
@@ -78,19 +78,14 @@ def test_a_help_page_parses_as_its_command_does() -> None:
         }
 
     for name in COMMANDS:
-        read, command = page_command(name), load_command(name)
-        assert getattr(read, "commands", {}).keys() == getattr(command, "commands", {}).keys()
-        assert hasattr(command, "commands") or parameters(read) == parameters(command)
+        command = load_command(name)
+        if not hasattr(command, "commands"):
+            assert parameters(page_command(help_text(name))) == parameters(command)
     words = ["-p", "--", "-n5", "--temperature=-1", "--seed", "-1", "--", "-x"]
-    context = page_command("sample").make_context("sample", words)
+    context = page_command(help_text("sample")).make_context("sample", words)
     given = {each.opts[-1]: context.params[each.name] for each in context.command.params}
-    assert given.pop("p0") == "-x"
-    assert [given[f"--{name}"] for name in ("prompt", "length", "temperature", "seed")] == [
-        "--",
-        "5",
-        "-1",
-        "-1",
-    ]
+    names = ("p0", "--prompt", "--length", "--temperature", "--seed")
+    assert [given[name] for name in names] == ["-x", "--", "5", "-1", "-1"]
 
 
 def test_no_arguments_show_the_help_and_version_is_printed(cli: Cli) -> None:
