@@ -407,7 +407,8 @@ def test_the_memory_of_a_sampled_character_is_that_of_its_text(make_run, capsys,
         tracemalloc.stop()
     assert peaks[1] - peaks[0] < 4000 * 20  # bytes
     monkeypatch.setattr(cli_sample, "MAX_KEPT", 100)
-    kept = cli_sample.print_stream(run, SampleConfig(length=450, prompt="here", seed=5), "error")
+    values = {"sample.length": 450, "sample.prompt": "here", "sample.seed": 5}
+    kept = cli_sample.print_stream(run, run.config.with_values(values))
     written = capsys.readouterr().out
     assert len(written) == len("here") + 450 + 1
     assert (written[-1 - len(kept) : -1], kept.ended) == (kept, "length")
