@@ -130,37 +130,35 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not ctx.resilient_parsing and args[0] not in COMMANDS:
             reject_command(ctx, args)
+        elif not ctx.resilient_parsing and (page := help_text(args[0])):
+            check_usage(ctx, page, *args)
         name, _, remaining = super().resolve_command(ctx, args)
-        if name and not ctx.resilient_parsing and help_text(name):
-            check_usage(ctx, name, remaining)
         return name, name and load_command(name), remaining
 
 
 def reject_command(context: Any, words: list[str]) -> None:
     """Raise if a command is one of other tools, or a text or a run in its place."""
-    meant = OTHER_COMMANDS.get(words[0])
-    following = shlex.join(words[1:])
-    if meant is None and os.path.exists(words[0]):
-        is_run = os.path.isdir(os.path.join(words[0], "checkpoints"))
-        meant, following = "sample {}" if is_run else "train {}", shlex.join(words)
-    if meant:
-        form = f"chargpt {meant.format(following)}".strip()
-        context.fail(f"No such command {words[0]!r}: it is `{form}`")
+    word, *following = words
+    form = OTHER_COMMANDS.get(word, "")
+    if not form and os.path.exists(word):
+        is_run = os.path.isdir(os.path.join(word, "checkpoints"))
+        form, following = "sample {}" if is_run else "train {}", words
+    if form:
+        form = form.format(shlex.join(following)).strip()
+        context.fail(f"No such command {word!r}: it is `chargpt {form}`")
 
 
-def check_usage(parent: Any, name: str, words: list[str]) -> None:
+def check_usage(parent: Any, page: str, name: str, *words: str) -> None:
     """Raise if options, arguments or the subcommand are not those of a command's help page.
 
     Print the page and exit if it is asked for, and the terminal is wide enough.
     """
-    page = help_text(name)
     subcommands = re.findall(r"(?m)^  (\w+)", page.partition("\nCommands:\n")[2])
-    if words[:1] in (["--help"], ["-h"]) or (subcommands and not words):
+    asks_for_help = {"--help", "-h"} & set(words[:1] if subcommands else words)
+    if asks_for_help or (subcommands and not words):
         if console.terminal_width(sys.stdout) >= HELP_COLUMNS:
             console.out(page.rstrip())
             raise typer.Exit
-    elif {"--help", "-h"} & set(words):
-        pass
     elif not subcommands:
         context = page_command(page).make_context(name, list(words), parent=parent)
         if context.args:
@@ -172,7 +170,7 @@ def check_usage(parent: Any, name: str, words: list[str]) -> None:
         parent.fail(f"No such command {words[0]!r}: one of {names} follows `chargpt {name}`")
 
 
-def extra_remedy(name: str, context: Any, words: list[str]) -> str:
+def extra_remedy(name: str, context: Any, words: Sequence[str]) -> str:
     """Return what surplus arguments mean, or ""."""
     extra, is_file = context.args, any(map(os.path.isfile, context.args))
     if "--resume" in words:
