@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY, Cli, run_python
 from shared_runs import QUICK
+from typer.main import get_command
 
 from chargpt.cli import console
 from chargpt.cli import main as main_module
@@ -16,6 +18,9 @@ from chargpt.cli.main import (
     COMMANDS,
     HELP_COLUMNS,
     HELP_PAGES,
+    ClickException,
+    app,
+    check_usage,
     help_text,
     load_command,
     page_command,
@@ -63,29 +68,30 @@ def test_the_help_pages_are_those_of_the_commands(
     assert cli("train", "--help").stdout.split() == page("train").split()
 
 
-def test_a_help_page_parses_as_its_command_does() -> None:
-    def parameters(command: Any) -> set[tuple[object, ...]]:
+def test_a_help_page_has_the_options_and_arguments_of_its_command() -> None:
+    def options_of(command: Any) -> set[tuple[object, ...]]:
         return {
-            (
-                frozenset(each.opts) if is_option else each.metavar or each.name,
-                *each.secondary_opts,
-                is_option and each.is_flag,
-                each.nargs,
-                each.required,
-            )
+            (frozenset(each.opts), *each.secondary_opts, each.is_flag, each.nargs, each.required)
             for each in command.params
-            for is_option in [each.param_type_name == "option"]
+            if each.param_type_name == "option"
         }
 
+    parent = get_command(app).make_context("chargpt", [], resilient_parsing=True)
     for name in COMMANDS:
-        command = load_command(name)
-        if not hasattr(command, "commands"):
-            assert parameters(page_command(help_text(name))) == parameters(command)
+        command, page = load_command(name), help_text(name)
+        if hasattr(command, "commands"):
+            continue
+        assert options_of(page_command(page)) == options_of(command)
+        arguments = [each.nargs for each in command.params if each.param_type_name == "argument"]
+        check_usage(parent, page, name, *("x" for _ in arguments))
+        with nullcontext() if -1 in arguments else pytest.raises(ClickException, match=r"\(x x\)"):
+            check_usage(parent, page, name, *("x" for _ in arguments), "x", "x")
     words = ["-p", "--", "-n5", "--temperature=-1", "--seed", "-1", "--", "-x"]
     context = page_command(help_text("sample")).make_context("sample", words)
     given = {each.opts[-1]: context.params[each.name] for each in context.command.params}
-    names = ("p0", "--prompt", "--length", "--temperature", "--seed")
-    assert [given[name] for name in names] == ["-x", "--", "5", "-1", "-1"]
+    names = ("--prompt", "--length", "--temperature", "--seed")
+    assert [given[name] for name in names] == ["--", "5", "-1", "-1"]
+    assert context.args == ["-x"]
 
 
 def test_no_arguments_show_the_help_and_version_is_printed(cli: Cli) -> None:

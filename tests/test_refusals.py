@@ -23,6 +23,7 @@ FILES: dict[str, bytes] = {  # of the folder in which the commands are run
 # TEXT is a text, and RUN a finished run of 40 steps on it
 REFUSALS = [
     # commands, options and arguments of other tools
+    ("doctor x", 2, "extra argument(s) (x)", "see `chargpt doctor --help`"),
     ("resume b.txt", 2, "'resume': it is `chargpt train --resume b.txt`", "; see `chargpt --help`"),
     ("eval RUN --json", 2, "'eval': it is `chargpt evaluate /", " --json`"),
     ("chat", 2, "'chat'", "it is `chargpt sample --interactive`"),
@@ -49,10 +50,10 @@ REFUSALS = [
     ("sample --lr 1", 2, "No such option: --lr", "see `chargpt sample --help`"),
     ("train a.txt 500", 2, "(500)", "-s train.max_steps=500 or --budget 10m says"),
     ("train a.txt 10m", 2, "(10m)", "or --budget 10m says how long to train"),
-    ("evaluate RUN --text my novel.txt", 2, "(novel.txt)", "quotes: --text 'my novel.txt';"),
+    ("evaluate RUN --text my novel.txt", 2, "(novel.txt)", "needs quotes: 'my novel.txt';"),
     ("train my novel.txt", 2, "what has spaces needs quotes", "'my novel.txt'"),
     ("sample RUN 'Once upon'", 2, "(Once upon)", "-p 'Once upon' is a prompt"),
-    ("sample RUN -p Once upon -n 5", 2, "(upon)", "needs quotes: --prompt 'Once upon';"),
+    ("sample RUN -p Once upon -n 5", 2, "(upon)", "needs quotes: 'Once upon';"),
     # texts
     ("train emptv.txt", 2, "emptv.txt; did you mean", "empty.txt?"),
     (

@@ -96,25 +96,18 @@ def load_command(name: str) -> Any:
 
 
 def page_command(page: str) -> Any:
-    """Return a click command with the parameters that a help page lists.
+    """Return a click command with the options that a help page lists.
 
-    It parses as the command does, but accepts any value and surplus arguments.
+    It parses them as the command does, but accepts any value; arguments are left to its context.
     """
-    usage, _, listed = page.partition("\nOptions:\n")
     parameters: list[inspect.Parameter] = []
-
-    def add(default: Any, kind: Any) -> None:
-        name, how = f"p{len(parameters)}", inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(name, how, default=default, annotation=kind))
-
-    arguments = usage.split("\n")[0].partition("[OPTIONS]")[2]
-    for bracket, metavar, dots in re.findall(r"([\[{])(\S+)[\]}](\.\.\.)?", arguments):
-        default = typer.Argument(... if bracket == "{" else None, metavar=metavar)
-        add(default, list[str] | None if dots else str | None)
+    listed = page.partition("\nOptions:\n")[2]
     for flags, metavar in re.findall(r"(?m)^  (-\S+(?:(?: /)? -\S+)*)(?: (\S+))?", listed):
         if "--help" not in flags:
-            names = flags.replace(" / ", "/").split(", ")
-            add(typer.Option(None, *names), str | None if metavar else bool | None)
+            name, how = f"p{len(parameters)}", inspect.Parameter.KEYWORD_ONLY
+            option = typer.Option(None, *flags.replace(" / ", "/").split(", "))
+            kind = str | None if metavar else bool | None
+            parameters.append(inspect.Parameter(name, how, default=option, annotation=kind))
 
     def command(**_: object) -> None: ...
 
@@ -161,27 +154,27 @@ def check_usage(parent: Any, page: str, name: str, *words: str) -> None:
             raise typer.Exit
     elif not subcommands:
         context = page_command(page).make_context(name, list(words), parent=parent)
-        if context.args:
-            extra = textwrap.shorten(" ".join(context.args), 80, placeholder=" ...")
-            remedy = extra_remedy(name, context, words)
-            context.fail(f"Got unexpected extra argument(s) ({extra}){remedy and f'; {remedy}'}")
+        arguments = page.split("\n")[0].partition("[OPTIONS]")[2]
+        extra = context.args[len(arguments.split()) :]
+        if extra and "..." not in arguments:
+            shown = textwrap.shorten(" ".join(extra), 80, placeholder=" ...")
+            remedy = extra_remedy(name, extra, words)
+            context.fail(f"Got unexpected extra argument(s) ({shown}){remedy and f'; {remedy}'}")
     elif words[0] not in subcommands:
         names = ", ".join(subcommands)
         parent.fail(f"No such command {words[0]!r}: one of {names} follows `chargpt {name}`")
 
 
-def extra_remedy(name: str, context: Any, words: Sequence[str]) -> str:
+def extra_remedy(name: str, extra: list[str], words: Sequence[str]) -> str:
     """Return what surplus arguments mean, or ""."""
-    extra, is_file = context.args, any(map(os.path.isfile, context.args))
     if "--resume" in words:
         return "`chargpt train --resume RUN` resumes a run"
-    for parameter in context.command.params:
-        value, flag = context.params[parameter.name], parameter.opts[-1]
-        rest = words[words.index(value) :] if value in words else []
-        whole = " ".join(itertools.takewhile(lambda word: word[:1] != "-", rest))
-        if whole.startswith(f"{value} ") and (flag == "--prompt" or os.path.exists(whole)):
-            before = f"{flag} " if flag[0] == "-" else ""
-            return f"what has spaces needs quotes: {before}{shlex.quote(whole)}"
+    for i, word in enumerate(words):
+        whole = " ".join(itertools.takewhile(lambda each: each[:1] != "-", words[i:]))
+        is_prompt = i > 0 and words[i - 1] in ("-p", "--prompt")
+        if whole.startswith(f"{word} ") and (is_prompt or os.path.exists(whole)):
+            return f"what has spaces needs quotes: {shlex.quote(whole)}"
+    is_file = any(map(os.path.isfile, extra))
     if name == "train" and re.fullmatch(r"\d+[smh]?", extra[0]):
         return "-s train.max_steps=500 or --budget 10m says how long to train"
     if name == "sample":
