@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -135,25 +135,20 @@ class TextConfig(Settings):
     suffixes: tuple[str, ...] = (".txt", ".md", ".gz")
     """Which files of a folder are read, by their endings: `.py,.txt`."""
 
-    @field_validator("suffixes", mode="after")
-    @classmethod
-    def split_suffixes(cls, suffixes: tuple[str, ...]) -> tuple[str, ...]:
-        """Accept `.py,.md` and `.py .md` as two suffixes."""
-        split = tuple(suffix for each in suffixes for suffix in re.split(r"[,\s]+", each) if suffix)
-        if not split:
-            raise ValueError("expected an ending of file names, such as .txt")
-        return split
-
     exclude: tuple[str, ...] = ()
     """Files of a folder or glob that are not read: patterns of their names, or of their paths in
     it: `LICENSE.txt,drafts/*`."""
 
-    @field_validator("exclude", mode="after")
+    @field_validator("suffixes", "exclude")
     @classmethod
-    def split_patterns(cls, exclude: tuple[str, ...]) -> tuple[str, ...]:
-        """Accept `a.txt,drafts/*` as two patterns, and `drafts/` for a folder."""
-        patterns = (pattern.strip() for each in exclude for pattern in each.split(","))
-        return tuple(pattern.removesuffix("/") for pattern in patterns if pattern)
+    def split_lists(cls, texts: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        """Accept several in one text, suffixes also as `.py .md`, and `drafts/` for a folder."""
+        separator = r"[,\s]+" if info.field_name == "suffixes" else ","
+        parts = [part.strip() for each in texts for part in re.split(separator, each)]
+        split = tuple(part.removesuffix("/") for part in parts if part)
+        if info.field_name == "suffixes" and not split:
+            raise ValueError("expected an ending of file names, such as .txt")
+        return split
 
     newlines: Literal["keep", "lf"] = "keep"
     """`lf`: line ends of every kind (CR LF, CR, U+2028, U+2029) become LF."""
@@ -464,6 +459,7 @@ class Config(Settings):
         return dump_yaml(self.model_dump(mode="json"))
 
 
+DEFAULTS = {k: each for k, each in Config().flatten().items() if not isinstance(each, dict)}
 TEXTS = {  # the settings that are a text
     f"{section}.{name}"
     for section, kind in (("text", TextConfig), ("sample", SampleConfig))
@@ -471,11 +467,10 @@ TEXTS = {  # the settings that are a text
     if field.annotation in (str, str | None)
 }
 SWEPT = {  # the settings of which `chargpt compare` takes several values
-    f"{section}.{name}"
-    for section in ("model", "train", "optim", "schedule")
-    for name, field in type(getattr(Config(), section)).model_fields.items()
-    if field.annotation != str | None and get_origin(field.annotation) is not tuple
-}
+    key
+    for key, default in DEFAULTS.items()
+    if key.startswith(("model.", "train.", "optim.", "schedule.")) and type(default) is not tuple
+} - {"train.from_run"}
 
 
 def set_dotted(tree: dict[str, Any], key: str, value: object) -> None:
@@ -490,15 +485,15 @@ def set_dotted(tree: dict[str, Any], key: str, value: object) -> None:
 
 def describe_unknown_key(key: str) -> str:
     """Return '; did you mean ...?' for an unknown dotted key, or a list of the valid keys."""
-    known = list(Config().flatten())
+    known = Config().flatten()
     section, _, last = key.rpartition(".")
     if key in known:
         return f"; write {last} on a separate line, indented under `{section}:`"
     meant = OTHER_NAMES.get(last, "")
     if meant.partition("=")[0] in known:
         return f"; did you mean {meant}?"
-    if " " in meant and "|" not in meant:
-        return f"; {right_form(last, '', ('set', 'budget'))}"
+    if meant and (form := right_form(last, "", ("set", "budget", "out"))):
+        return f"; {form}"
     inside = [name for name in known if name.startswith(f"{section}.")]
     for names in (inside, known):
         by_name = {name.split(".")[-1]: name for name in names}
@@ -509,7 +504,7 @@ def describe_unknown_key(key: str) -> str:
 
 
 def right_form(word: str, value: object, names: Collection[str], *, is_python: bool = False) -> str:
-    """Return what an unknown option or keyword is here: "--lr 0.1 is -s optim.lr=0.1", or "".
+    """Return what an unknown option or keyword is here: "--lr is -s optim.lr=0.1", or "".
 
     Args:
         word: an option with its dashes, or a keyword.
@@ -521,30 +516,27 @@ def right_form(word: str, value: object, names: Collection[str], *, is_python: b
 
     def write(meant: str) -> str:
         name, chosen = parse_override(meant) if "=" in meant else (meant, value)
-        last = name.rpartition(".")[2]
+        last, shown = name.rpartition(".")[2], f"{chosen!r:.60}" if is_python else chosen
         if last in names:
-            return f"{last}={chosen!r:.60}" if is_python else f"--{last.replace('_', '-')} {chosen}"
-        if name not in keys or not {"set", "settings"} & set(names):
+            return f"{last}={shown}" if is_python else f"--{last.replace('_', '-')} {shown}"
+        if name not in DEFAULTS or ("settings" if is_python else "set") not in names:
             return ""
-        written = f"settings={{{name!r}: {chosen!r:.60}}}"
-        return written if is_python else f"-s {name}={chosen or 'VALUE'}"
+        return f"settings={{{name!r}: {shown}}}" if is_python else f"-s {name}={shown or 'VALUE'}"
 
-    keys = [key for key, each in Config().flatten().items() if not isinstance(each, dict)]
-    by_last = {key.rpartition(".")[2]: key for key in reversed(keys)}  # of two, the first
+    by_last = {key.rpartition(".")[2]: key for key in reversed(DEFAULTS)}  # of two, the first
     by_last |= OTHER_NAMES | {name: name for name in names}
     plain = word.lstrip("-").replace("-", "_").lower().rpartition(".")[2]
     near = most_similar(plain, by_last) or ""
     for meant in by_last.get(near, "").split("|"):
         is_sentence = " " in meant
-        forms = {each: write(each) for each in re.findall("{(.*?)}", meant)}
-        if is_sentence and all(forms.values()):
-            for each, form in forms.items():
-                meant = meant.replace(f"{{{each}}}", form)
-            return meant
-        if not is_sentence and (form := write(meant).rstrip()):
-            given = f"{word}={value!r:.60}" if is_python else word
-            given += f" {value}" if value and not is_python and "=" not in meant else ""
-            return f"{given} is {form}" if near == plain else f"{given}: did you mean {form}?"
+        parts = re.split("[{}]", meant if is_sentence else f"{{{meant}}}")
+        parts[1::2] = map(write, parts[1::2])
+        if not all(parts[1::2]):
+            continue
+        form = "".join(parts).rstrip()
+        if is_sentence:
+            return form
+        return f"{word} is {form}" if near == plain else f"{word}: did you mean {form}?"
     return ""
 
 
@@ -578,8 +570,7 @@ def validate(
 
 def _problem(detail: Mapping[str, Any], origin: str, lines: Mapping[str, int]) -> str:
     """Return the message for one invalid setting, with its file and line if it has one."""
-    keys = [str(part) for part in detail["loc"] if not isinstance(part, int)]
-    dotted = ".".join(keys)
+    dotted = ".".join(part for part in detail["loc"] if isinstance(part, str))
     where = f"{origin}: line {lines[dotted]}: " if dotted in lines else ""
     key = dotted if dotted.isprintable() else ascii(dotted)
     if detail["type"] == "extra_forbidden":
@@ -683,12 +674,11 @@ def merge_settings(
             schedule.pop(name, None)
     for key, value in values.items():
         set_dotted(tree, key, value)
-    # values that are no longer the file's, and the sections that they are in
-    replaced, sections = tuple(f"{key}." for key in values), {key.split(".")[0] for key in values}
-    lines = {
+    replaced = [f"{key}." for key in values]
+    lines = {  # of what is as in the file: neither replaced nor a section with a replaced value
         key: line
         for key, line in lines.items()
-        if key not in sections and not f"{key}.".startswith(replaced)
+        if not any(f"{key}.".startswith(each) or each.startswith(f"{key}.") for each in replaced)
     }
     return validate(tree, origin, lines), frozenset(fixed_keys)
 

@@ -8,7 +8,7 @@ checks that the pages are up to date.
 
 import typer
 
-from chargpt.cli.main import COMMANDS, HELP_COLUMNS, HELP_PAGES, app, help_page, load_command
+from chargpt.cli.main import COMMANDS, HELP_COLUMNS, HELP_PAGES, app, load_command
 
 
 def page(command: str) -> str:
@@ -23,4 +23,4 @@ def page(command: str) -> str:
 if __name__ == "__main__":
     HELP_PAGES.mkdir(exist_ok=True)
     for command in COMMANDS:
-        help_page(command).write_text(page(command), encoding="utf-8")
+        (HELP_PAGES / f"{command}.txt").write_text(page(command), encoding="utf-8")

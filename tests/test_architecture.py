@@ -4,13 +4,11 @@ import ast
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from importlib import import_module
 from pathlib import Path
 
 from conftest import REPOSITORY
 
 import chargpt
-from chargpt.cli.main import COMMANDS, MODULES, help_line
 
 PACKAGE = Path(chargpt.__file__).parent
 LAYERS = (
@@ -119,15 +117,6 @@ def test_the_command_line_imports_at_the_top_of_its_files() -> None:
         if path.parent.name == "cli" and (path.name, node.name) not in LATE_IMPORTS:
             inner = [n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
             assert not inner, f"{path}:{node.lineno} {node.name} imports"
-
-
-def test_every_help_line_is_its_commands_docstring() -> None:
-    for command in COMMANDS:
-        module = import_module(f"chargpt.cli.{MODULES.get(command, command)}")
-        if hasattr(module, command):
-            assert getattr(module, command).__doc__.splitlines()[0] == help_line(command)
-        else:
-            assert module.app.info.help == help_line(command)
 
 
 def test_the_glossary_names_what_exists() -> None:

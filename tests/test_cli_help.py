@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY, Cli, run_python
 from shared_runs import QUICK
+from typer.main import get_command
 
 from chargpt.cli import console
 from chargpt.cli import main as main_module
@@ -16,14 +18,17 @@ from chargpt.cli.main import (
     COMMANDS,
     HELP_COLUMNS,
     HELP_PAGES,
-    help_page,
+    ClickException,
+    app,
+    check_usage,
+    help_text,
     load_command,
     page_command,
 )
 
 
 def test_help_lists_of_texts_and_usage_errors_import_nothing_heavy(tmp_path: Path) -> None:
-    lines = ["--help", "sample -h", *(f"{command} --help" for command in COMMANDS)]
+    lines = ["--help", "sample -n 5 -h", *(f"{command} --help" for command in COMMANDS)]
     refused = ["data list", "eval x", "export .", "export --lr 1", "train --lr 1", "train a b"]
     code = (
         "import sys\n"
@@ -52,7 +57,7 @@ def test_the_help_pages_are_those_of_the_commands(
     page = import_module("write_help_pages").page
     assert {path.stem for path in HELP_PAGES.iterdir()} == set(COMMANDS)
     for command in COMMANDS:
-        written = help_page(command).read_text(encoding="utf-8")
+        written = help_text(command)
         # versions of typer break lines differently
         assert written.split() == page(command).split(), "run scripts/write_help_pages.py"
         assert max(map(len, written.splitlines())) <= HELP_COLUMNS
@@ -63,34 +68,30 @@ def test_the_help_pages_are_those_of_the_commands(
     assert cli("train", "--help").stdout.split() == page("train").split()
 
 
-def test_a_help_page_parses_as_its_command_does() -> None:
-    def parameters(command: Any) -> set[tuple[object, ...]]:
+def test_a_help_page_has_the_options_and_arguments_of_its_command() -> None:
+    def options_of(command: Any) -> set[tuple[object, ...]]:
         return {
-            (
-                frozenset(each.opts) if is_option else each.metavar or each.name,
-                *each.secondary_opts,
-                is_option and each.is_flag,
-                each.nargs,
-                each.required,
-            )
+            (frozenset(each.opts), *each.secondary_opts, each.is_flag, each.nargs, each.required)
             for each in command.params
-            for is_option in [each.param_type_name == "option"]
+            if each.param_type_name == "option"
         }
 
+    parent = get_command(app).make_context("chargpt", [], resilient_parsing=True)
     for name in COMMANDS:
-        read, command = page_command(name), load_command(name)
-        assert getattr(read, "commands", {}).keys() == getattr(command, "commands", {}).keys()
-        assert hasattr(command, "commands") or parameters(read) == parameters(command)
+        command, page = load_command(name), help_text(name)
+        if hasattr(command, "commands"):
+            continue
+        assert options_of(page_command(page)) == options_of(command)
+        arguments = [each.nargs for each in command.params if each.param_type_name == "argument"]
+        check_usage(parent, page, name, *("x" for _ in arguments))
+        with nullcontext() if -1 in arguments else pytest.raises(ClickException, match=r"\(x x\)"):
+            check_usage(parent, page, name, *("x" for _ in arguments), "x", "x")
     words = ["-p", "--", "-n5", "--temperature=-1", "--seed", "-1", "--", "-x"]
-    context = page_command("sample").make_context("sample", words)
+    context = page_command(help_text("sample")).make_context("sample", words)
     given = {each.opts[-1]: context.params[each.name] for each in context.command.params}
-    assert given.pop("p0") == "-x"
-    assert [given[f"--{name}"] for name in ("prompt", "length", "temperature", "seed")] == [
-        "--",
-        "5",
-        "-1",
-        "-1",
-    ]
+    names = ("--prompt", "--length", "--temperature", "--seed")
+    assert [given[name] for name in names] == ["--", "5", "-1", "-1"]
+    assert context.args == ["-x"]
 
 
 def test_no_arguments_show_the_help_and_version_is_printed(cli: Cli) -> None:

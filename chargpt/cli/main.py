@@ -77,16 +77,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def help_page(command: str) -> Path:
-    """Return the file with what `--help` of a command prints."""
-    return HELP_PAGES / f"{command}.txt"
-
-
-def help_line(command: str) -> str:
-    """Return the first line of a command's docstring, which its page has after the usage."""
-    if not help_page(command).exists():  # of a new command
-        return ""
-    return help_page(command).read_text(encoding="utf-8").split("\n\n")[1].strip()
+def help_text(command: str) -> str:
+    """Return what `--help` of a command prints; "" of a new one, whose page is not written yet."""
+    page = HELP_PAGES / f"{command}.txt"
+    return page.read_text(encoding="utf-8") if page.exists() else ""
 
 
 def load_command(name: str) -> Any:
@@ -101,38 +95,25 @@ def load_command(name: str) -> Any:
     return typer.main.get_command(app)
 
 
-def page_command(name: str) -> Any:
-    """Return a click command with the parameters, or subcommands, that a help page lists.
+def page_command(page: str) -> Any:
+    """Return a click command with the options that a help page lists.
 
-    It parses as the command does, but accepts any value and surplus arguments.
+    It parses them as the command does, but accepts any value; arguments are left to its context.
     """
-    page = help_page(name).read_text(encoding="utf-8")
-    usage, _, listed = page.partition("\nOptions:\n")
-    app = typer.Typer(add_completion=False, no_args_is_help=True, **SETTINGS)
-    for subcommand in re.findall(r"(?m)^  (\w+)", listed.partition("\nCommands:\n")[2]):
-        app.command(subcommand)(lambda: None)
-    if app.registered_commands:
-        return typer.main.get_command(app)
     parameters: list[inspect.Parameter] = []
-
-    def add(default: Any, kind: Any) -> None:
-        name, how = f"p{len(parameters)}", inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(name, how, default=default, annotation=kind))
-
-    arguments = usage.split("\n")[0].partition("[OPTIONS]")[2]
-    for bracket, metavar, dots in re.findall(r"([\[{])(\S+)[\]}](\.\.\.)?", arguments):
-        default = typer.Argument(... if bracket == "{" else None, metavar=metavar)
-        add(default, list[str] | None if dots else str | None)
+    listed = page.partition("\nOptions:\n")[2]
     for flags, metavar in re.findall(r"(?m)^  (-\S+(?:(?: /)? -\S+)*)(?: (\S+))?", listed):
         if "--help" not in flags:
-            names = flags.replace(" / ", "/").split(", ")
-            add(typer.Option(None, *names), str | None if metavar else bool | None)
+            name, how = f"p{len(parameters)}", inspect.Parameter.KEYWORD_ONLY
+            option = typer.Option(None, *flags.replace(" / ", "/").split(", "))
+            kind = str | None if metavar else bool | None
+            parameters.append(inspect.Parameter(name, how, default=option, annotation=kind))
 
     def command(**_: object) -> None: ...
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    app.command(name, context_settings={"allow_extra_args": True})(command)
+    app = typer.Typer(add_completion=False, **SETTINGS)
+    app.command(context_settings={"allow_extra_args": True})(command)
     return typer.main.get_command(app)
 
 
@@ -142,76 +123,68 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not ctx.resilient_parsing and args[0] not in COMMANDS:
             reject_command(ctx, args)
+        elif not ctx.resilient_parsing and (page := help_text(args[0])):
+            check_usage(ctx, page, *args)
         name, _, remaining = super().resolve_command(ctx, args)
-        if name and not ctx.resilient_parsing and help_page(name).exists():
-            check_usage(ctx, name, remaining)
         return name, name and load_command(name), remaining
 
 
 def reject_command(context: Any, words: list[str]) -> None:
     """Raise if a command is one of other tools, or a text or a run in its place."""
-    meant = OTHER_COMMANDS.get(words[0])
-    following = shlex.join(words[1:])
-    if meant is None and os.path.exists(words[0]):
-        is_run = os.path.isdir(os.path.join(words[0], "checkpoints"))
-        meant, following = "sample {}" if is_run else "train {}", shlex.join(words)
-    if meant:
-        form = f"chargpt {meant.format(following)}".strip()
-        context.fail(f"No such command {words[0]!r}: it is `{form}`")
+    word, *following = words
+    form = OTHER_COMMANDS.get(word, "")
+    if not form and os.path.exists(word):
+        is_run = os.path.isdir(os.path.join(word, "checkpoints"))
+        form, following = "sample {}" if is_run else "train {}", words
+    if form:
+        form = form.format(shlex.join(following)).strip()
+        context.fail(f"No such command {word!r}: it is `chargpt {form}`")
 
 
-def check_usage(parent: Any, name: str, words: list[str]) -> None:
+def check_usage(parent: Any, page: str, name: str, *words: str) -> None:
     """Raise if options, arguments or the subcommand are not those of a command's help page.
 
     Print the page and exit if it is asked for, and the terminal is wide enough.
     """
-    command = page_command(name)
-    is_group = isinstance(command, TyperGroup)
-    if words[:1] in (["--help"], ["-h"]) or (is_group and not words):
+    subcommands = re.findall(r"(?m)^  (\w+)", page.partition("\nCommands:\n")[2])
+    asks_for_help = {"--help", "-h"} & set(words[:1] if subcommands else words)
+    if asks_for_help or (subcommands and not words):
         if console.terminal_width(sys.stdout) >= HELP_COLUMNS:
-            console.out(help_page(name).read_text(encoding="utf-8").rstrip())
+            console.out(page.rstrip())
             raise typer.Exit
-        return
-    if {"--help", "-h"} & set(words):
-        return
-    context = command.make_context(name, list(words), parent=parent)
-    if is_group:
-        if words[0] not in command.commands and os.path.exists(words[0]):
-            names = ", ".join(command.commands)
-            context.fail(f"No such command {words[0]!r}: one of {names} comes before it")
-        command.resolve_command(context, words)
-    elif context.args:
-        extra = textwrap.shorten(" ".join(context.args), 80, placeholder=" ...")
-        remedy = extra_remedy(name, context, words)
-        context.fail(f"Got unexpected extra argument(s) ({extra}){remedy}")
+    elif not subcommands:
+        context = page_command(page).make_context(name, list(words), parent=parent)
+        arguments = page.split("\n")[0].partition("[OPTIONS]")[2]
+        extra = context.args[len(arguments.split()) :]
+        if extra and "..." not in arguments:
+            shown = textwrap.shorten(" ".join(extra), 80, placeholder=" ...")
+            remedy = extra_remedy(name, extra, words)
+            context.fail(f"Got unexpected extra argument(s) ({shown}){remedy and f'; {remedy}'}")
+    elif words[0] not in subcommands:
+        names = ", ".join(subcommands)
+        parent.fail(f"No such command {words[0]!r}: one of {names} follows `chargpt {name}`")
 
 
-def extra_remedy(name: str, context: Any, words: list[str]) -> str:
-    """Return what surplus arguments mean, as the end of a sentence, or ""."""
-    extra = context.args
-    values = {each.opts[-1]: context.params[each.name] for each in context.command.params}
-    path = " ".join([*(value for key, value in values.items() if key[0] != "-" and value), *extra])
-    prompt, is_file = values.get("--prompt"), any(map(os.path.isfile, extra))
-    rest = words[words.index(prompt) :] if prompt in words else []
-    whole_prompt = " ".join(itertools.takewhile(lambda word: word[:1] != "-", rest))
-    flag = "--prompt-file" if is_file else "-p"
-    remedies = (
-        ("--resume" in words, "`chargpt train --resume RUN` resumes a run"),
-        (os.path.exists(path), f"a path with spaces needs quotes: {shlex.quote(path)}"),
-        (
-            name == "train" and extra[0].isdecimal(),
-            f"-s train.max_steps={extra[0]} gives the number of steps",
-        ),
-        (
-            name == "train" and re.fullmatch(r"\d+[smh]", extra[0]),
-            f"--budget {extra[0]} gives the time",
-        ),
-        (whole_prompt, f"a prompt with spaces needs quotes: -p {shlex.quote(whole_prompt)}"),
-        (name == "sample", f"{flag} {shlex.quote(' '.join(extra))} is a prompt"),
-        (name == "train" and is_file, "a pattern such as '*.txt' needs quotes"),
-        (name == "evaluate" and is_file, "--text FILE names another text"),
-    )
-    return next((f"; {remedy}" for applies, remedy in remedies if applies), "")
+def extra_remedy(name: str, extra: list[str], words: Sequence[str]) -> str:
+    """Return what surplus arguments mean, or ""."""
+    if "--resume" in words:
+        return "`chargpt train --resume RUN` resumes a run"
+    for i, word in enumerate(words):
+        whole = " ".join(itertools.takewhile(lambda each: each[:1] != "-", words[i:]))
+        is_prompt = i > 0 and words[i - 1] in ("-p", "--prompt")
+        if whole.startswith(f"{word} ") and (is_prompt or os.path.exists(whole)):
+            return f"what has spaces needs quotes: {shlex.quote(whole)}"
+    is_file = any(map(os.path.isfile, extra))
+    if name == "train" and re.fullmatch(r"\d+[smh]?", extra[0]):
+        return "-s train.max_steps=500 or --budget 10m says how long to train"
+    if name == "sample":
+        flag = "--prompt-file" if is_file else "-p"
+        return f"{flag} {shlex.quote(' '.join(extra))} is a prompt"
+    files = {
+        "train": "a pattern such as '*.txt' needs quotes",
+        "evaluate": "--text FILE names another text",
+    }
+    return files.get(name, "") if is_file else ""
 
 
 app = typer.Typer(
@@ -222,7 +195,8 @@ app = typer.Typer(
     **SETTINGS,
 )
 for _command in COMMANDS:  # placeholders, for the list of commands
-    app.command(_command, help=help_line(_command))(lambda: None)
+    # the list has the first line of a docstring, which a page has after the usage
+    app.command(_command, help=help_text(_command).partition("\n\n")[2])(lambda: None)
 
 
 def _show_version(value: bool) -> None:
@@ -323,11 +297,10 @@ def _describe_usage(error: Any, words: Sequence[str]) -> str:
         flags = [flag for each in context.command.params for flag in each.opts]
         names = {flag[2:].replace("-", "_") for flag in flags if flag[:2] == "--"}
         name = error.option_name  # of `-lr`, it is `-l`
-        found = [words[i : i + 2] for i, word in enumerate(words) if word.startswith(name)]
-        written, *following = found[0] if found else [name]
+        pairs = itertools.pairwise([*words, "-"])
+        written, following = next((pair for pair in pairs if pair[0].startswith(name)), (name, "-"))
         word, _, value = written.partition("=")
-        if not value and following and following[0][:1] != "-":
-            value = following[0]
+        value = value or following * (following[:1] != "-")
         config = import_module("chargpt.config")
         message = config.right_form(word, value and shlex.quote(value), names) or message
     return f"{message}; see `{context.command_path} --help`" if context else message

@@ -119,27 +119,25 @@ def sample(
     loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture)
     # on a busy machine torch's threads would wait for each other in every decode step
     torch.set_num_threads(1)
-    prompt = given_prompt(loaded, prompt, prompt_file, encoding)
+    policy = unknown or loaded.config.text.unknown
+    prompt = given_prompt(loaded, prompt, prompt_file, encoding, policy)
     if stop is not None:
         ctx.params["stop"] = [loaded.tokenizer.choose_form(unescape(text)) for text in stop]
-    policy = unknown or loaded.config.text.unknown
-    if prompt is not None:
-        prompt = readable_prompt(loaded, prompt, policy)
     config = sample_config(loaded.config, {**ctx.params, "prompt": prompt}, policy)
     if interactive:
         given = {"--json": json_, "--overlap": overlap, "--num-samples": (num_samples or 1) > 1}
         options.reject(given, "does not apply to --interactive, which prints one text at a time")
         interact(loaded, config, begins=prompt is not None)
         return
+    if is_random := config.sample.seed is None:  # chosen here, so that it can be printed
+        config = config.with_values({"sample.seed": secrets.randbits(32)})
     settings = config.sample
-    if settings.seed is None:  # chosen here, so that it can be printed
-        settings = settings.model_copy(update={"seed": secrets.randbits(32)})
     caught: list[int] = []  # signals that ended the sampling
     if settings.num_samples == 1 and not json_ and not overlap:
-        texts = [print_stream(loaded, settings, policy)]
+        texts = [print_stream(loaded, config)]
     else:
         corpus = loaded.corpus() if overlap else None  # an error before the work
-        texts = sample_several(loaded, settings, policy, caught)
+        texts = sample_several(loaded, config, caught)
         report = measure(corpus, texts, caught) if corpus else None
         if json_:
             result = {
@@ -160,7 +158,7 @@ def sample(
             print_samples(texts, report, has_lines=loaded.tokenizer.eos_token == "\n")
             if corpus and report:
                 print_overlap(corpus, report, texts)
-    if config.sample.seed is None and settings.temperature and sys.stdout.isatty() and not json_:
+    if is_random and settings.temperature and sys.stdout.isatty() and not json_:
         console.say(f"--seed {settings.seed} gives the same text")
     n_cut = sum(text.ended == "length" for text in texts)
     if n_cut and loaded.tokenizer.eos_token:
@@ -173,14 +171,13 @@ def sample(
         raise Stopped(caught[0])
 
 
-def sample_several(
-    run: Run, settings: SampleConfig, unknown: UnknownPolicy, caught: list[int]
-) -> list[Sample]:
+def sample_several(run: Run, config: Config, caught: list[int]) -> list[Sample]:
     """Return samples, with a progress bar; a signal ends them, and is appended to `caught`."""
+    settings = config.sample
     ends_early = settings.stop or run.tokenizer.eos_token  # progress then counts samples
     unit = "sample" if ends_early else "character"
     with runs.stoppable_progress(unit, "generated", caught) as callbacks:
-        texts = sample_texts(run, settings, unknown=unknown, **callbacks)
+        texts = sample_texts(run, settings, unknown=config.text.unknown, **callbacks)
     if caught:
         n_stopped = sum(text.ended == "stopped" for text in texts)
         console.say(
@@ -232,31 +229,30 @@ def find_repeated(text: str) -> str:
 
 
 def given_prompt(
-    run: Run, prompt: str | None, file: str | None, encoding: str | None
+    run: Run, prompt: str | None, file: str | None, encoding: str | None, unknown: UnknownPolicy
 ) -> str | None:
-    """Return the prompt of --prompt or --prompt-file."""
+    """Return the prompt of --prompt or --prompt-file as the model reads it; say what it does not.
+
+    None if there is neither.
+    """
     if file is not None:
         if prompt is not None:
             raise ConfigError("--prompt and --prompt-file exclude each other; give one")
-        settings = run.config.text
         try:
-            prompt = read_text(file, TextConfig(encoding=encoding or settings.encoding))
+            prompt = read_text(file, TextConfig(encoding=encoding or run.config.text.encoding))
         except TextError as error:  # the option is that of other commands
             raise TextError(str(error).removesuffix(REPLACE_REMEDY)) from None
         if prompt.endswith(("\n", "\r")):
             console.say("the prompt ends with a line end, so the samples continue on a new line")
-        return prompt
-    options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
-    if re.search(r"\\[nt]", prompt or ""):
-        console.say(
-            r"\n and \t in --prompt are two characters each; for line ends and tabs use "
-            r"--prompt-file, or -p $'...\n...' in bash"
-        )
-    return prompt
-
-
-def readable_prompt(run: Run, prompt: str, unknown: UnknownPolicy) -> str:
-    """Return a prompt as the model reads it; say what it does not read."""
+    else:
+        options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
+        if prompt is None:
+            return None
+        if re.search(r"\\[nt]", prompt):
+            console.say(
+                r"\n and \t in --prompt are two characters each; for line ends and tabs use "
+                r"--prompt-file, or -p $'...\n...' in bash"
+            )
     tokenizer = run.tokenizer
     prompt = tokenizer.choose_form(prompt)
     tokens = tokenizer.encode(prompt, unknown=unknown)
@@ -288,9 +284,8 @@ def sample_config(config: Config, given: Mapping[str, Any], unknown: UnknownPoli
         for name in SampleConfig.model_fields
         if given[name] not in (None, [], ())
     }
-    config = config.with_values({"text.unknown": unknown})
     try:
-        return config.with_values(changes)
+        return config.with_values({"text.unknown": unknown, **changes})
     except ConfigError as error:
         message = str(error)
         for name in SampleConfig.model_fields:  # name the options instead of the settings
@@ -314,7 +309,7 @@ def interact(run: Run, config: Config, *, begins: bool) -> None:
     config = config.with_values({"sample.num_samples": 1})
     text = config.sample.prompt
     if begins:
-        text = print_stream(run, config.sample, config.text.unknown, (KeyboardInterrupt,))
+        text = print_stream(run, config, KeyboardInterrupt)
     while True:
         try:
             line = input("> ")
@@ -335,8 +330,8 @@ def interact(run: Run, config: Config, *, begins: bool) -> None:
                 line = run.tokenizer.choose_form(line)
                 if config.text.unknown != "error":
                     runs.say_unknown(run, run.tokenizer.find_unknown(line), config.text.unknown)
-                settings = config.sample.model_copy(update={"prompt": line or last})
-                text = print_stream(run, settings, config.text.unknown, (KeyboardInterrupt,))
+                current = config.with_values({"sample.prompt": line or last})
+                text = print_stream(run, current, KeyboardInterrupt)
         except ChargptError as error:
             message = str(error).replace("--unknown", "/unknown")
             console.say("chargpt: " + message.removeprefix("sample.").removeprefix("text."))
@@ -365,20 +360,16 @@ def change_setting(config: Config, written: str) -> Config:
     return config
 
 
-def print_stream(
-    run: Run,
-    settings: SampleConfig,
-    unknown: UnknownPolicy,
-    ended_by: tuple[type[BaseException], ...] = (),
-) -> Sample:
+def print_stream(run: Run, config: Config, *ended_by: type[BaseException]) -> Sample:
     """Print a text as it is sampled, and return it, of a long one only the end.
 
     Args:
-        unknown: instead of that of the run's config.
+        run: whose model is sampled.
+        config: instead of the run's.
         ended_by: exceptions that end the text, not the command.
     """
-    prompt, text = settings.prompt, ""
-    pieces = stream_run(run, settings, unknown=unknown)
+    prompt, text = config.sample.prompt, ""
+    pieces = stream_run(run, config.sample, unknown=config.text.unknown)
     # CR and LF of one line end may be in two pieces
     shown = io.IncrementalNewlineDecoder(None, translate=sys.stdout.isatty())
     console.out_text(shown.decode(prompt))
@@ -424,9 +415,8 @@ def overlap_json(corpus: Corpus, report: OverlapReport, texts: list[Sample]) -> 
         overlaps.append({"longest": next(iter(values["matches"]), None), **values})
     result: dict[str, Any] = {"overlap": overlaps}
     if corpus.tokenizer.eos_token:  # else a text is no document
-        ended = [text if text.finished else None for text in texts]
-        result["new"] = [None if each is None else each not in report.known for each in ended]
-        result["copied"] = [None if each is None else each in report.copied for each in ended]
+        result["new"] = [text not in report.known if text.finished else None for text in texts]
+        result["copied"] = [text in report.copied if text.finished else None for text in texts]
     return result
 
 
