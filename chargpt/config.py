@@ -504,7 +504,7 @@ def describe_unknown_key(key: str) -> str:
 
 
 def right_form(word: str, value: object, names: Collection[str], *, is_python: bool = False) -> str:
-    """Return what an unknown option or keyword is here: "--lr is -s optim.lr=0.1", or "".
+    """Return what an unknown option or keyword is here: "--lr 0.1 is -s optim.lr=0.1", or "".
 
     Args:
         word: an option with its dashes, or a keyword.
@@ -536,7 +536,9 @@ def right_form(word: str, value: object, names: Collection[str], *, is_python: b
         form = "".join(parts).rstrip()
         if is_sentence:
             return form
-        return f"{word} is {form}" if near == plain else f"{word}: did you mean {form}?"
+        given = f"{word}={value!r:.60}" if is_python else word
+        given += f" {value}" if value and not is_python and "=" not in meant else ""
+        return f"{given} is {form}" if near == plain else f"{given}: did you mean {form}?"
     return ""
 
 
@@ -570,7 +572,8 @@ def validate(
 
 def _problem(detail: Mapping[str, Any], origin: str, lines: Mapping[str, int]) -> str:
     """Return the message for one invalid setting, with its file and line if it has one."""
-    dotted = ".".join(part for part in detail["loc"] if isinstance(part, str))
+    keys = [str(part) for part in detail["loc"] if not isinstance(part, int)]
+    dotted = ".".join(keys)
     where = f"{origin}: line {lines[dotted]}: " if dotted in lines else ""
     key = dotted if dotted.isprintable() else ascii(dotted)
     if detail["type"] == "extra_forbidden":

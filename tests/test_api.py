@@ -117,19 +117,19 @@ def test_an_interrupt_lets_the_step_end_saves_and_can_be_resumed(
 @pytest.mark.parametrize(
     ("name", "given", "sentence"),
     [
-        ("train", {"lr": 0.1}, "lr is settings={'optim.lr': 0.1}"),
-        ("train", {"seed": 3}, "seed is settings={'seed': 3}"),
-        ("train", {"gpu": 0}, "gpu is device='cuda'"),
-        ("train", {"verbose": True}, "verbose is progress=True"),
-        ("train", {"bugdet": "3m"}, "bugdet: did you mean budget='3m'?"),
+        ("train", {"lr": 0.1}, "lr=0.1 is settings={'optim.lr': 0.1}"),
+        ("train", {"seed": 3}, "seed=3 is settings={'seed': 3}"),
+        ("train", {"gpu": 0}, "gpu=0 is device='cuda'"),
+        ("train", {"verbose": True}, "verbose=True is progress=True"),
+        ("train", {"bugdet": "3m"}, "bugdet='3m': did you mean budget='3m'?"),
         (
             "train",
             {"epochs": 3},
             "there are no epochs: give settings={'train.max_steps': 500} or budget='10m'",
         ),
-        ("sample", {"n": 3}, "n is num_samples=3"),
-        ("sample", {"max_new_tokens": 9}, "max_new_tokens is length=9"),
-        ("stream", {"temp": 1}, "temp is temperature=1"),
+        ("sample", {"n": 3}, "n=3 is num_samples=3"),
+        ("sample", {"max_new_tokens": 9}, "max_new_tokens=9 is length=9"),
+        ("stream", {"temp": 1}, "temp=1 is temperature=1"),
     ],
 )
 def test_a_keyword_of_other_tools_is_rejected_with_the_one_here(

@@ -38,6 +38,16 @@ def on_terminal(*arguments: str, cwd: Path) -> str:
     return re.sub(r"loading PyTorch \.\.\.\r +\r", "", shown)  # erased
 
 
+@pytest.mark.slow
+def test_a_terminal_shows_the_seed_that_repeats_a_sample(trained: Path, tmp_path: Path) -> None:
+    sample = ("sample", str(trained), "-n", "20")
+    shown = on_terminal(*sample, cwd=tmp_path).replace("\r\n", "\n")
+    seed = re.search(r"\n--seed (\d+) gives the same text\n$", shown)
+    assert seed is not None
+    again = on_terminal(*sample, "--seed", seed[1], cwd=tmp_path).replace("\r\n", "\n")
+    assert again == shown[: seed.start() + 1]
+
+
 def test_a_terminal_breaks_sentences_between_words(cli: Cli, tmp_path: Path) -> None:
     wide = cli("config", "schedule").stdout
     shown = on_terminal("config", "schedule", cwd=tmp_path).replace("\r\n", "\n")

@@ -415,8 +415,9 @@ def overlap_json(corpus: Corpus, report: OverlapReport, texts: list[Sample]) -> 
         overlaps.append({"longest": next(iter(values["matches"]), None), **values})
     result: dict[str, Any] = {"overlap": overlaps}
     if corpus.tokenizer.eos_token:  # else a text is no document
-        result["new"] = [text not in report.known if text.finished else None for text in texts]
-        result["copied"] = [text in report.copied if text.finished else None for text in texts]
+        ended = [text if text.finished else None for text in texts]
+        result["new"] = [None if each is None else each not in report.known for each in ended]
+        result["copied"] = [None if each is None else each in report.copied for each in ended]
     return result
 
 
