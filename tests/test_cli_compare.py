@@ -20,7 +20,7 @@ from shared_runs import EVALUATION_KEYS, QUICK, RARE
 from chargpt.analysis import compare as comparison
 from chargpt.analysis.compare import Comparison, Row, compare_runs
 from chargpt.analysis.result import MIXTURE_SUFFIX
-from chargpt.cli.compare import print_rows, runs_in
+from chargpt.cli.compare import print_conclusions, runs_in
 from chargpt.config import Config, load_config, split_values
 from chargpt.inference.evaluation import Baselines, evaluate, evaluate_tokens
 from chargpt.store.folder import RunFolder
@@ -283,7 +283,7 @@ def test_compare_takes_a_folder_of_runs_and_compares_each_run_once(
     printed: list[str] = []
     monkeypatch.setattr("chargpt.cli.console.out_sentence", printed.append)
     curves = {"a": [(0, 4.0), (5, 2.0), (9, 2.5)], "b": [(0, 4.0), (5, 2.0), (9, 2.01)]}
-    print_rows(Comparison("text", 10, 5, 10, rows, curves))
+    print_conclusions(Comparison(rows=rows, curves=curves))
     of_models, of_all = [each for each in printed if "has the lowest loss" in each]
     assert " has the lowest loss of the models alone; " in of_models
     assert of_all.startswith(f"a{MIXTURE_SUFFIX} has the lowest loss of the runs and their ")

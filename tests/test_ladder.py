@@ -40,14 +40,14 @@ def val_losses(corpus: Corpus) -> dict[str, float]:
 def test_each_rung_of_the_gpt_differs_from_the_one_below_in_one_setting() -> None:
     settings = load_config("ladder")
     rungs = ladder_rungs(settings)
-    trees = [settings.with_values(rung.values).model.model_dump() for rung in rungs[1:]]
+    trees = [rung.config.model.model_dump() for rung in rungs[1:]]
     for below, above in itertools.pairwise(trees):
         assert sum(below[key] != above[key] for key in below) == 1
     assert trees[-1] == settings.model.model_dump()
-    sizes = [count_parameters(settings.with_values(r.values).model, 65) for r in rungs[1:]]
+    sizes = [count_parameters(rung.config.model, 65) for rung in rungs[1:]]
     assert sizes == sorted(sizes)
     for rung in rungs[1:]:
-        build_model(settings.with_values(rung.values).model, 65)
+        build_model(rung.config.model, 65)
 
 
 def test_interval_is_students_t() -> None:

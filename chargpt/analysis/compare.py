@@ -81,6 +81,9 @@ class Training(NamedTuple):
     adds: str = ""  # of a ladder: the component that this run adds, in words
 
 
+TrainingsOf = Callable[[Config], list[Training]]
+
+
 @dataclass(frozen=True)
 class Row:
     """A run of a model, or a baseline; None where a value does not apply."""
@@ -219,6 +222,8 @@ class Comparison:
     """
 
     name: ClassVar[str] = "compare"  # of a new folder
+    has_mixtures: ClassVar[bool] = True  # of GPT and n-gram models, as rows of their own
+    n_first: ClassVar[int | None] = None  # tokens of the split, of which all are scored
 
     split: Split = "val"
     show_progress: ShowProgress = show_nothing  # of the evaluations
@@ -277,32 +282,30 @@ class Comparison:
             "summary": conclusions(self),
         }
 
-    def set_text(self, corpus: Corpus, span: int) -> None:
-        """Set the text, of which the split is scored in spans of a length.
+    def set_text(self, corpus: Corpus, tokens: Tokens, configs: Sequence[Config]) -> Baselines:
+        """Set the text, whose tokens the runs with these configs score, and add its baselines.
 
         Raises:
             TextError: the text has no such split.
         """
-        if len(corpus.split(self.split)) < 2:
+        if len(tokens) < 2:
             raise TextError(
                 f"{corpus.name} has no {self.split} split; train with --test FILE, or with "
                 "-s text.test_fraction=0.1"
             )
-        self.title, self.origin, self.span = corpus.name, corpus.origin(self.split), span
+        self.title, self.origin = corpus.name, corpus.origin(self.split)
         self.split_characters = corpus.count_characters(self.split)
+        self.span = max(config.model.block_size for config in configs)
+        baselines, val = Baselines(corpus), tokens if self.split == "val" else corpus.split("val")
+        n_validated = max(config.train.evaluation_tokens for config in configs)
+        self.curve_baselines = baselines.losses(val, max_tokens=n_validated, span=self.span)
+        self.add_baselines(corpus, baselines, tokens)
+        return baselines
 
-    def scored_tokens(self, corpus: Corpus) -> Tokens:
-        """Return the tokens of which at most `max_tokens` are scored."""
-        return corpus.split(self.split)
-
-    def add_baselines(
-        self, corpus: Corpus, baselines: Baselines, tokens: Tokens, curve_tokens: int
-    ) -> None:
-        """Score the baselines on the tokens of the split, and on what training validated on."""
-        val = tokens if self.split == "val" else corpus.split("val")
+    def add_baselines(self, _corpus: Corpus, baselines: Baselines, tokens: Tokens) -> None:
+        """Score the baselines on the tokens of the split."""
         found = baselines.evaluate(tokens, max_tokens=self.max_tokens, span=self.span)
         self.baselines = {name: each.nats_per_char for name, each in found.items()}
-        self.curve_baselines = baselines.losses(val, max_tokens=curve_tokens, span=self.span)
         vocab_size = baselines.ngram.vocab_size
         parameters = {"uniform": 0, "unigram": vocab_size, "bigram": vocab_size**2}
         for name, each in found.items():
@@ -320,7 +323,7 @@ class Comparison:
         records = RunFolder(run.folder).metrics.records()
         seconds = max([run.state.seconds, *(each.get("seconds", 0) for each in records)])
         models = {name: run.model}
-        if mixture_run is not None:
+        if mixture_run is not None and self.has_mixtures:
             models[name.removesuffix(TRAINED) + MIXTURE_SUFFIX] = mixture_run.model
         for label, model in models.items():
             with self.show_progress("character", f"scored, {label}") as on_progress:
@@ -342,10 +345,10 @@ class Comparison:
     def train(
         self,
         request: Request,
-        trainings_of: Callable[[Config], list[Training]],
+        trainings_of: TrainingsOf,
         run_session: RunSession,
-        *,
         n_seeds: int = 1,
+        *,
         resume: bool = False,
         on_progress: TextProgress | None = None,
     ) -> None:
@@ -369,12 +372,11 @@ class Comparison:
         if request.budget is not None:
             deadline, fixed_keys = request.deadline()
         paths = [out / training.folder for training in trainings] if out else []
-        for path in paths:
-            if exists(path) and not resume:
-                raise ConfigError(
-                    f"{path} exists; continue the comparison with --resume, or name another folder "
-                    "with --out"
-                )
+        if not resume and (taken := next(filter(exists, paths), None)) is not None:
+            raise ConfigError(
+                f"{taken} exists; continue the comparison with --resume, or name another folder "
+                "with --out"
+            )
         if not any(map(has_checkpoint, paths)):  # else the others get the threads of the first run
             config = with_measured_threads(config)
         source = find_text(config.text, request.text)
@@ -401,10 +403,9 @@ class Comparison:
     ) -> None:
         """Add the baselines, train the runs and add each; `pace`: of the config it has planned."""
         configs = [training.config for training in self.trainings]
-        self.set_text(corpus, max(config.model.block_size for config in configs))
-        corpus.require_blocks(self.span)
-        baselines, tokens = Baselines(corpus), self.scored_tokens(corpus)
-        self.add_baselines(corpus, baselines, tokens, configs[0].train.evaluation_tokens)
+        corpus.require_blocks(max(config.model.block_size for config in configs))
+        tokens = corpus.split(self.split)[: self.n_first]
+        baselines = self.set_text(corpus, tokens, configs)
         models = [training.model for training in self.trainings]
         shared: dict[str, object] = {}  # what the first run has measured: results depend on it
         for number, (model, name, config, _) in enumerate(self.trainings, 1):
@@ -645,23 +646,21 @@ def compare_runs(
                 f"{', '.join(keys) or 'none'}); name runs of one text, or measure each with "
                 "`chargpt evaluate RUN --text FILE`"
             )
-    span, max_tokens = max(run.model.block_size for run in runs), MAX_TOKENS
+    comparison = Comparison(split, show_progress, max_tokens=MAX_TOKENS)
     all_tokens = [corpus.split(split) for corpus in corpora]
     if any(corpus.tokenizer != corpora[0].tokenizer for corpus in corpora):
         # spans of tokens would begin at other characters: score the start of the split instead
         start = texts[0][: MAX_TOKENS + 1]
         all_tokens = [corpus.tokenizer.encode(start, unknown="replace") for corpus in corpora]
-        max_tokens = max(map(len, all_tokens))
-    comparison = Comparison(split, show_progress, max_tokens=max_tokens)
-    comparison.set_text(corpora[0], span)
-    curve_tokens = max(run.config.train.evaluation_tokens for run in runs)
-    comparison.add_baselines(corpora[0], Baselines(corpora[0]), all_tokens[0], curve_tokens)
+        comparison.max_tokens = max(map(len, all_tokens))
+    configs = [run.config for run in runs]
+    comparison.set_text(corpora[0], all_tokens[0], configs)
     names, taken = list[str](), [row.model for row in comparison.rows]
     for path in paths:
         full = path.resolve()
         free = (name for name in (full.name, str(path)) if name not in (*names, *taken))
         names.append(next(free, str(full)))
-    models = group_seeds(names, [run.config for run in runs])
+    models = group_seeds(names, configs)
     for model, own, run, tokens in zip(models, names, runs, all_tokens, strict=True):
         comparison.add_run(model, own, run, tokens, find_mixture_run(run))
     return comparison

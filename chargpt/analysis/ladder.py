@@ -34,7 +34,6 @@ from chargpt.config import Config
 from chargpt.errors import ConfigError
 from chargpt.inference.evaluation import BaselineLoss, Baselines
 from chargpt.models.ngram import NGRAM_ORDER, NGramLM
-from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import Tokens
 
@@ -50,6 +49,8 @@ class Ladder(Comparison):
     """
 
     name = "ladder"
+    has_mixtures = False
+    n_first = MAX_TOKENS + 1
 
     @property
     def scored_on(self) -> str:
@@ -76,23 +77,11 @@ class Ladder(Comparison):
             return "trained"
         return "compressed" if group.model in compressors() else "n-gram"
 
-    def scored_tokens(self, corpus: Corpus) -> Tokens:
-        """Return the tokens that are scored."""
-        return corpus.split(self.split)[: MAX_TOKENS + 1]
-
-    def add_baselines(
-        self, corpus: Corpus, baselines: Baselines, tokens: Tokens, _curve_tokens: int
-    ) -> None:
+    def add_baselines(self, corpus: Corpus, baselines: Baselines, tokens: Tokens) -> None:
         """Add the n-grams and the compressors as rows."""
         losses = ngram_losses(corpus, baselines, tokens) | compressed_losses(corpus, tokens)
         no_blocks = np.empty((2, 0))
         self.rows += [Row(name, BaselineLoss(nats, no_blocks)) for name, nats in losses.items()]
-
-    def add_run(
-        self, name: str, curve: str, run: Run, tokens: Tokens, _mixture_run: Run | None
-    ) -> None:
-        """Evaluate a run without its mixture, which is no rung."""
-        super().add_run(name, curve, run, tokens, None)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the results for `--json`."""

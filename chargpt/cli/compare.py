@@ -5,20 +5,22 @@ import io
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from chargpt.analysis import compare as comparison
 from chargpt.analysis import plots
 from chargpt.analysis.compare import (
+    MODELS,
+    PLUS_MINUS_OF_SEEDS,
     Comparison,
     Estimate,
-    Training,
+    TrainingsOf,
     compare_runs,
+    conclusions,
     trainings_of,
     undertrained,
 )
@@ -33,7 +35,6 @@ from chargpt.files import quoted, write_output
 from chargpt.store.folder import is_readable_run, is_run
 from chargpt.training.start import Request, Session
 
-MODELS = ",".join(comparison.MODELS)
 MAX_SAMPLE = 150  # characters of a rung's sample
 MAX_SAMPLES = 4  # printed
 MAX_TRAININGS = 64
@@ -53,7 +54,8 @@ def compare(
         typer.Argument(metavar="TEXT|RUN", help="A text to train on, or runs to compare."),
     ] = None,
     models: Annotated[
-        str | None, typer.Option(metavar="NAMES", help=f"Models to train; {MODELS} by default.")
+        str | None,
+        typer.Option(metavar="NAMES", help=f"Models to train; {','.join(MODELS)} by default."),
     ] = None,
     config: options.ConfigName = None,
     out: options.RunsOut = None,
@@ -156,11 +158,9 @@ def compare(
             out=out,
             started=console.started,
         )
+        sweep = {key: words[key] for key in swept}
+        runs_of = ladder_rungs if ladder else sweep_of(request.resolved[0], models, sweep, seeds)
         result = Ladder(split) if ladder else Comparison(split, console.show_progress)
-        runs_of = ladder_rungs
-        if not ladder:
-            sweep = {key: words[key] for key in swept}
-            runs_of = sweep_of(request.resolved[0], models, sweep, seeds)
         train(result, request, runs_of, seeds, resume=resume)
     show(result, plot, csv_, json_=json_)
 
@@ -173,12 +173,14 @@ def runs_in(path: Path) -> list[Path]:
 
 def sweep_of(
     config: Config, models: str | None, swept: Mapping[str, list[str]], n_seeds: int
-) -> Callable[[Config], list[Training]]:
+) -> TrainingsOf:
     """Return the function from a config to the runs of the models with each combination of values.
 
     `swept` has several `KEY=VALUE` by key.
     """
-    kinds = [config.model.kind] if swept and models is None else (models or MODELS).split(",")
+    kinds = [config.model.kind] if swept else list(MODELS)
+    if models:
+        kinds = models.split(",")
     kinds = list(dict.fromkeys(kind.strip() for kind in kinds if kind.strip()))
     if not kinds:
         raise ConfigError("--models names no model; give bigram, gpt or both")
@@ -196,12 +198,7 @@ def sweep_of(
 
 
 def train(
-    result: Comparison,
-    request: Request,
-    runs_of: Callable[[Config], list[Training]],
-    n_seeds: int,
-    *,
-    resume: bool,
+    result: Comparison, request: Request, runs_of: TrainingsOf, n_seeds: int, *, resume: bool
 ) -> None:
     """Train the runs with progress bars; say how a comparison that is stopped goes on."""
 
@@ -211,16 +208,10 @@ def train(
             console.say(describe_plan(session), hanging=LABEL * " ")
         run_steps(session, says_resume=False)
 
+    loading = console.LoadingProgress()
     with catch_signals():
         try:
-            result.train(
-                request,
-                runs_of,
-                run_session,
-                n_seeds=n_seeds,
-                resume=resume,
-                on_progress=console.LoadingProgress(),
-            )
+            result.train(request, runs_of, run_session, n_seeds, resume=resume, on_progress=loading)
         except (KeyboardInterrupt, Stopped):
             if result.folder is not None and any(map(is_run, result.folder.glob("*"))):
                 say_stopped(result.folder, request)
@@ -240,30 +231,36 @@ def say_stopped(folder: Path, request: Request) -> None:
 
 def show(result: Comparison, plot: Path | None, csv_: Path | None, *, json_: bool) -> None:
     """Draw the plot and write the CSV, and print the table, unless stdout is that of the data."""
-    is_ladder = isinstance(result, Ladder)
     if plot is None and result.folder is not None:
-        plot = result.folder / ("ladder.svg" if is_ladder else "curves.svg")
+        plot = result.folder / ("ladder.svg" if isinstance(result, Ladder) else "curves.svg")
     if plot is not None:
-        curves = (result.curves, result.curve_baselines, result.title)
-        plots.save(
-            plots.ladder(result) if isinstance(result, Ladder) else plots.loss_curves(*curves), plot
-        )
+        if isinstance(result, Ladder):
+            figure = plots.ladder(result)
+        else:
+            figure = plots.loss_curves(result.curves, result.curve_baselines, result.title)
+        plots.save(figure, plot)
     if csv_ is not None:
         write_csv(result, csv_)
     if json_:
         console.out_json({**result.as_dict(), "plot": plot and str(plot)})
     if json_ or csv_ == STDOUT:
         return
+    columns, rows = table_of(result)
+    tables.table(columns, rows, title=f"{result.title}: loss on {result.scored_on}")
+    if "std" in columns:
+        console.out_sentence(
+            "seconds, nats/char: means over seeds; std: standard deviation (n - 1)"
+        )
     if isinstance(result, Ladder):
         print_ladder(result)
     else:
-        print_rows(result)
+        print_conclusions(result)
     if plot is not None:
         console.out(f"plot: {plot}")
-    if result.folder is not None and not is_ladder:
+    if result.folder is not None and not isinstance(result, Ladder):
         console.out(f"the runs are in {result.folder}; next:")
         alone = [row for row in result.rows if row.run and row.parameters is not None]
-        if len(alone) > len(comparison.MODELS):
+        if len(alone) > len(MODELS):
             alone = [min(alone, key=lambda row: row.nats_per_char)]
         for row in alone:
             console.out(f"  chargpt sample {quoted(row.run)}")
@@ -281,15 +278,9 @@ def write_csv(result: Comparison, path: Path) -> None:
         write_output(path, text.getvalue().encode())
 
 
-def print_rows(result: Comparison) -> None:
-    """Print the table, the gain of the GPT, a sparkline per run, and samples."""
-    columns, rows = table_of(result)
-    tables.table(columns, rows, title=f"{result.title}: loss on {result.scored_on}")
-    if "std" in columns:
-        console.out_sentence(
-            "seconds, nats/char: means over seeds; std: standard deviation (n - 1)"
-        )
-    for sentence in comparison.conclusions(result):
+def print_conclusions(result: Comparison) -> None:
+    """Print the gain of the best, a sparkline per run, and samples."""
+    for sentence in conclusions(result):
         console.out_sentence(sentence)
     if result.curves:
         console.out("validation during training, on all or a part of the split:")
@@ -307,48 +298,40 @@ def print_rows(result: Comparison) -> None:
 
 def table_of(result: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return the columns and the rows of the table; of several seeds their means and deviations."""
-
-    def cell(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    groups = result.groups.values()
-    has_seeds = any(len(group.rows) > 1 for group in groups)
-    # names fit in 80 columns without perplexity
-    last = ["std", "bits/char"] if has_seeds else ["bits/char", "perplexity"]
-    rows = []
-    for group in groups:
-        nats, *others = loss_cells(group.loss.value)
-        facts = [cell(group.rows[0].parameters, ","), cell(group.seconds, ",.1f")]
-        others = [cell(group.std, ".4f"), others[0]] if has_seeds else others
-        rows.append([group.model, *facts, nats, *others])
-    return ["model", "parameters", "seconds", "nats/char", *last], rows
+    rows, has_seeds = [], False
+    for group in result.groups.values():
+        nats, bits, perplexity = loss_cells(group.loss.value)
+        cells = {"nats/char": nats, "bits/char": bits, "perplexity": perplexity}
+        numbers = {
+            "parameters": (group.rows[0].parameters, "{:,}"),
+            "seconds": (group.seconds, "{:,.1f}"),
+            "std": (group.std, "{:.4f}"),
+            "95% CI": (group.loss.margin, "± {:.4f}"),
+        }
+        for name, (value, form) in numbers.items():
+            cells[name] = "-" if value is None else form.format(value)
+        rows.append({"model": group.model} | cells)
+        has_seeds |= len(group.rows) > 1
+    columns = ["model", "parameters", "seconds", "nats/char", "bits/char", "perplexity"]
+    if has_seeds:  # names fit in 80 columns without perplexity
+        columns[-2:] = ["std", "bits/char"]
+    if isinstance(result, Ladder):
+        columns = ["model", "parameters", "nats/char", "bits/char", "95% CI", "seconds"]
+    return columns, [[row[column] for column in columns] for row in rows]
 
 
 def print_ladder(ladder: Ladder) -> None:
-    """Print the ladder as a table, the gain of each rung, and its sample."""
-    groups, rows = ladder.groups, []
-    for name, group in groups.items():
-        cells = [name, "-", *loss_cells(group.loss.value)[:2], "-", "-"]
-        if group.is_run:
-            margin = group.loss.margin
-            cells[1] = f"{group.rows[0].parameters:,}"
-            cells[-2:] = ["-" if margin is None else f"± {margin:.4f}", f"{group.seconds:.1f}"]
-        rows.append(cells)
-    tables.table(
-        ["model", "parameters", "nats/char", "bits/char", "95% CI", "seconds"],
-        rows,
-        title=f"{ladder.title}: loss on {ladder.scored_on}",
-    )
+    """Print the gain of each rung, and its sample."""
     adds = {training.model: training.adds for training in ladder.trainings}
     sentences = [
         *(f"{name}: {describe_gain(gain)} ({adds[name]})" for name, gain in ladder.gains.items()),
         f"one scaled attention head: {describe_gain(ladder.gain_over_bigram(ONE_HEAD))} than the "
         f"bigram; gpt: {describe_gain(ladder.gain_over_bigram(GPT))} than the bigram",
-        *undertrained(groups),
+        *undertrained(ladder.groups),
         "compressors: the size of both splits together minus that of the training split",
     ]
-    if len(group.rows) > 1:
-        sentences.append(comparison.PLUS_MINUS_OF_SEEDS)
+    if any(len(group.rows) > 1 for group in ladder.groups.values()):
+        sentences.append(PLUS_MINUS_OF_SEEDS)
     console.out_sentence("\n".join(sentences))
     for name, sample in ladder.samples.items():
         text = " / ".join(sample[:MAX_SAMPLE].split("\n"))
