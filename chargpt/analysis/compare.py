@@ -175,14 +175,18 @@ class Group:
     def gain_over(self, other: "Group") -> Estimate:
         """Return by how many nats the loss is lower than another's.
 
-        The margin of one row against another is twice the standard error. Several are paired by
-        seed, or each with the same baseline; if they have fewer than two seeds in common, there is
-        no margin.
+        The margin of one row against another is twice the standard error.
         """
-        if len(self.rows) == len(other.rows) == 1:
-            row, (reference,) = self.rows[0], other.rows
-            assert isinstance(row.evaluation, Evaluation)
-            return Estimate(*difference(row.evaluation, reference.evaluation))
+        evaluation = self.rows[0].evaluation
+        if len(self.rows) == len(other.rows) == 1 and isinstance(evaluation, Evaluation):
+            return Estimate(*difference(evaluation, other.rows[0].evaluation))
+        return self.paired_gain_over(other)
+
+    def paired_gain_over(self, other: "Group") -> Estimate:
+        """Return the mean gain, paired by seed, or each seed with the same baseline.
+
+        With fewer than two seeds in common, it has no margin.
+        """
         others = {row.seed: row.nats_per_char for row in other.rows}  # a baseline's seed is None
         references = [others.get(row.seed, others.get(None)) for row in self.rows]
         pairs = zip(references, self.nats, strict=True)
@@ -206,11 +210,6 @@ class Group:
             "std": self.std,
             "margin": loss.margin,
         }
-
-
-def paired_gain(reference: Sequence[float], nats: Sequence[float]) -> Estimate:
-    """Return the mean of `reference - nats`, paired by seed, with its 95% confidence interval."""
-    return Estimate.from_values([a - b for a, b in zip(reference, nats, strict=True)])
 
 
 @dataclass(repr=False)
@@ -394,12 +393,7 @@ class Comparison:
             logger.warning(late)
 
     def _train_runs(
-        self,
-        folder: Path,
-        corpus: Corpus,
-        run_session: RunSession,
-        pace: Pace | None,
-        resume: bool,
+        self, folder: Path, corpus: Corpus, run_session: RunSession, pace: Pace | None, resume: bool
     ) -> None:
         """Add the baselines, train the runs and add each; `pace`: of the config it has planned."""
         configs = [training.config for training in self.trainings]
@@ -415,19 +409,17 @@ class Comparison:
                 seed = "" if is_alone else f", seed {config.seed}"
                 heading = f"{number} of {len(models)}: {model}{seed}"
             is_there = resume and has_checkpoint(folder / name)
-            with (
-                RunFolder(folder / name).locked(is_new=not is_there) as place,
-                suppress(FinishedError),
-            ):
+            run_folder = RunFolder(folder / name)
+            with run_folder.locked(is_new=not is_there), suppress(FinishedError):
                 if is_there:
-                    session = resumed_session(place, config, corpus, baselines)
+                    session = resumed_session(run_folder, config, corpus, baselines)
                 else:
                     own_pace = pace if pace is not None and config == pace.config else None
                     unset = {
                         k: v for k, v in shared.items() if getattr(config, k) in (None, "auto")
                     }
                     own = config.with_values(unset)
-                    session = start_run(place, own, corpus, baselines, pace=own_pace)
+                    session = start_run(run_folder, own, corpus, baselines, pace=own_pace)
                 run_session(heading, session)
             run = load_run(folder / name, "best", config.device)
             shared = shared or {"dtype": run.config.dtype, "threads": run.config.threads}

@@ -28,7 +28,6 @@ from chargpt.analysis.compare import (
     Training,
     loss_values,
     model_config,
-    paired_gain,
 )
 from chargpt.config import Config
 from chargpt.errors import ConfigError
@@ -63,12 +62,12 @@ class Ladder(Comparison):
         """Mean reduction of the loss over the rung below, by rung but the lowest."""
         rungs = [group for group in self.groups.values() if group.is_run]
         pairs = itertools.pairwise(rungs)
-        return {rung.model: paired_gain(below.nats, rung.nats) for below, rung in pairs}
+        return {rung.model: rung.paired_gain_over(below) for below, rung in pairs}
 
     def gain_over_bigram(self, name: str) -> Estimate:
         """Return by how much the loss of a rung is lower than that of the lowest."""
         groups = self.groups
-        return paired_gain(groups[BIGRAM].nats, groups[name].nats)
+        return groups[name].paired_gain_over(groups[BIGRAM])
 
     @staticmethod
     def kind_of(group: Group) -> str:
