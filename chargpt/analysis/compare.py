@@ -131,8 +131,11 @@ class Estimate:
         quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
         return cls(mean(values), quantile * stdev(values) / math.sqrt(len(values)))
 
-    def __str__(self) -> str:
-        return f"{self.value:.4f}" + (f" ± {self.margin:.4f}" if self.margin is not None else "")
+    def describe_as_gain(self) -> str:
+        """Return a gain as `0.1234 ± 0.0123 nats per character lower`."""
+        margin = "" if self.margin is None else f" ± {self.margin:.4f}"
+        change = "lower" if self.value >= 0 else "higher"
+        return f"{abs(self.value):.4f}{margin} nats per character {change}"
 
 
 @dataclass(frozen=True)
@@ -227,8 +230,7 @@ class Comparison:
     split: Split = "val"
     show_progress: ShowProgress = show_nothing  # of the evaluations
     title: str = ""  # name of the text
-    split_characters: int = 0  # of the split
-    origin: str = ""  # " of NAME" if the split has files of its own
+    scored_on: str = ""  # what the losses were measured on
     span: int = 0
     max_tokens: int = MAX_TOKENS  # scored at most; tokens where bytes spell rare characters
     folder: Path | None = None  # of the folders of the runs; None of existing ones
@@ -246,17 +248,6 @@ class Comparison:
     def _repr_html_(self) -> str:
         """Return the table, the conclusions and the validation curves as HTML, for a notebook."""
         return str(import_module("chargpt.cli.notebook").comparison_html(self))
-
-    @property
-    def scored_on(self) -> str:
-        """What the losses were measured on."""
-        split = f"{self.split_characters:,} {SPLIT_WORDS[self.split]} characters{self.origin}"
-        return f"{self.characters:,} of {split}, protocol blocks"
-
-    @property
-    def characters(self) -> int:
-        """Number of characters that are scored."""
-        return max(each.characters for each in self.evaluations.values())
 
     @property
     def groups(self) -> dict[str, Group]:
@@ -292,8 +283,7 @@ class Comparison:
                 f"{corpus.name} has no {self.split} split; train with --test FILE, or with "
                 "-s text.test_fraction=0.1"
             )
-        self.title, self.origin = corpus.name, corpus.origin(self.split)
-        self.split_characters = corpus.count_characters(self.split)
+        self.title = corpus.name
         self.span = max(config.model.block_size for config in configs)
         baselines, val = Baselines(corpus), tokens if self.split == "val" else corpus.split("val")
         n_validated = max(config.train.evaluation_tokens for config in configs)
@@ -301,9 +291,12 @@ class Comparison:
         self.add_baselines(corpus, baselines, tokens)
         return baselines
 
-    def add_baselines(self, _corpus: Corpus, baselines: Baselines, tokens: Tokens) -> None:
-        """Score the baselines on the tokens of the split."""
+    def add_baselines(self, corpus: Corpus, baselines: Baselines, tokens: Tokens) -> None:
+        """Score the baselines on the tokens of the split, and say what was scored."""
         found = baselines.evaluate(tokens, max_tokens=self.max_tokens, span=self.span)
+        scored, of = int(found["uniform"].clusters[1].sum()), corpus.count_characters(self.split)
+        words = f"{SPLIT_WORDS[self.split]} characters{corpus.origin(self.split)}"
+        self.scored_on = f"{scored:,} of {of:,} {words}, protocol blocks"
         self.baselines = {name: each.nats_per_char for name, each in found.items()}
         vocab_size = baselines.ngram.vocab_size
         parameters = {"uniform": 0, "unigram": vocab_size, "bigram": vocab_size**2}

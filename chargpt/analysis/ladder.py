@@ -52,12 +52,6 @@ class Ladder(Comparison):
     n_first = MAX_TOKENS + 1
 
     @property
-    def scored_on(self) -> str:
-        """What the losses were measured on."""
-        words = f"{SPLIT_WORDS[self.split]} characters{self.origin}"
-        return f"the first {self.characters:,} {words}, protocol blocks"
-
-    @property
     def gains(self) -> dict[str, Estimate]:
         """Mean reduction of the loss over the rung below, by rung but the lowest."""
         rungs = [group for group in self.groups.values() if group.is_run]
@@ -77,7 +71,10 @@ class Ladder(Comparison):
         return "compressed" if group.model in compressors() else "n-gram"
 
     def add_baselines(self, corpus: Corpus, baselines: Baselines, tokens: Tokens) -> None:
-        """Add the n-grams and the compressors as rows."""
+        """Add the n-grams and the compressors as rows, and say what was scored."""
+        self.characters = corpus.tokenizer.count_characters(tokens[1:])
+        words = f"{SPLIT_WORDS[self.split]} characters{corpus.origin(self.split)}"
+        self.scored_on = f"the first {self.characters:,} {words}, protocol blocks"
         losses = ngram_losses(corpus, baselines, tokens) | compressed_losses(corpus, tokens)
         no_blocks = np.empty((2, 0))
         self.rows += [Row(name, BaselineLoss(nats, no_blocks)) for name, nats in losses.items()]

@@ -17,7 +17,6 @@ from chargpt.analysis.compare import (
     MODELS,
     PLUS_MINUS_OF_SEEDS,
     Comparison,
-    Estimate,
     TrainingsOf,
     compare_runs,
     conclusions,
@@ -114,8 +113,8 @@ def compare(
     if json_ and csv_ == STDOUT:
         raise ConfigError("--json and --csv - both print on stdout; name a file for the CSV")
     words = {word.partition("=")[0].strip(): split_values(word) for word in set_ or ()}
-    swept = [key for key, values in words.items() if len(values) > 1]
-    sweeps = f"-s {swept[0]}=A,B" if swept else ""
+    swept = {key: values for key, values in words.items() if len(values) > 1}
+    sweeps = f"-s {next(iter(swept), '')}=A,B"
     if ladder:
         cause = "does not apply to --ladder, whose models are fixed"
         options.reject({"--models": models, "--budget": budget, sweeps: swept}, cause)
@@ -158,8 +157,7 @@ def compare(
             out=out,
             started=console.started,
         )
-        sweep = {key: words[key] for key in swept}
-        runs_of = ladder_rungs if ladder else sweep_of(request.resolved[0], models, sweep, seeds)
+        runs_of = ladder_rungs if ladder else sweep_of(request.resolved[0], models, swept, seeds)
         result = Ladder(split) if ladder else Comparison(split, console.show_progress)
         train(result, request, runs_of, seeds, resume=resume)
     show(result, plot, csv_, json_=json_)
@@ -323,10 +321,13 @@ def table_of(result: Comparison) -> tuple[list[str], list[list[str]]]:
 def print_ladder(ladder: Ladder) -> None:
     """Print the gain of each rung, and its sample."""
     adds = {training.model: training.adds for training in ladder.trainings}
+    head, gpt = (ladder.gain_over_bigram(rung).describe_as_gain() for rung in (ONE_HEAD, GPT))
     sentences = [
-        *(f"{name}: {describe_gain(gain)} ({adds[name]})" for name, gain in ladder.gains.items()),
-        f"one scaled attention head: {describe_gain(ladder.gain_over_bigram(ONE_HEAD))} than the "
-        f"bigram; gpt: {describe_gain(ladder.gain_over_bigram(GPT))} than the bigram",
+        *(
+            f"{name}: {gain.describe_as_gain()} ({adds[name]})"
+            for name, gain in ladder.gains.items()
+        ),
+        f"one scaled attention head: {head} than the bigram; gpt: {gpt} than the bigram",
         *undertrained(ladder.groups),
         "compressors: the size of both splits together minus that of the training split",
     ]
@@ -336,9 +337,3 @@ def print_ladder(ladder: Ladder) -> None:
     for name, sample in ladder.samples.items():
         text = " / ".join(sample[:MAX_SAMPLE].split("\n"))
         console.out_sentence(f"-- {name} --\n{text}")
-
-
-def describe_gain(gain: Estimate) -> str:
-    """Return a gain as `0.1234 ± 0.0123 nats per character lower`."""
-    absolute = Estimate(abs(gain.value), gain.margin)
-    return f"{absolute} nats per character {'lower' if gain.value >= 0 else 'higher'}"
