@@ -120,31 +120,22 @@ def ladder_rungs(config: Config) -> list[Training]:
             "model.n_layer and model.n_head to 2 or more, and leave model.kind, model.mlp, "
             "model.attention, model.scale_attn_weights and model.qk_norm at their defaults"
         )
-    average = {
-        "model.n_layer": 1,
-        "model.n_head": 1,
-        "model.attention": "average",
-        "model.scale_attn_weights": False,
-        "model.qk_norm": False,
-        "model.mlp": "none",
-    }
+    components = (  # name, what it adds, its setting, without and with it
+        ("one head, unscaled", "causal self-attention", "attention", "average", "full"),
+        (ONE_HEAD, "scores divided by sqrt(head size)", "scale_attn_weights", False, True),
+        ("multi-head", f"{model.n_head} attention heads", "n_head", 1, model.n_head),
+        ("+ MLP", f"an MLP ({model.mlp}) after attention", "mlp", "none", model.mlp),
+        ("+ depth", f"{model.n_layer} layers", "n_layer", 1, model.n_layer),
+        (GPT, "QK-norm and previous-token initialisation", "qk_norm", False, True),
+    )
+    own = config.with_values({f"model.{key}": without for _, _, key, without, _ in components})
     table, mean = "a table of next-character logits", "the mean of the current and past positions"
     rungs = [
         Training(BIGRAM, "1", model_config(config, "bigram"), table),
-        Training("causal average", "2", config.with_values(average), mean),
+        Training("causal average", "2", own, mean),
     ]
-    for number, (name, adds, key, value) in enumerate(
-        (
-            ("one head, unscaled", "causal self-attention", "attention", "full"),
-            (ONE_HEAD, "scores divided by sqrt(head size)", "scale_attn_weights", True),
-            ("multi-head", f"{model.n_head} attention heads", "n_head", model.n_head),
-            ("+ MLP", f"an MLP ({model.mlp}) after attention", "mlp", model.mlp),
-            ("+ depth", f"{model.n_layer} layers", "n_layer", model.n_layer),
-            (GPT, "QK-norm and previous-token initialisation", "qk_norm", True),
-        ),
-        3,
-    ):
-        own = rungs[-1].config.with_values({f"model.{key}": value})
+    for number, (name, adds, key, _, value) in enumerate(components, 3):
+        own = own.with_values({f"model.{key}": value})
         rungs.append(Training(name, str(number), own, adds))
     return rungs
 
