@@ -18,11 +18,11 @@ from conftest import REPOSITORY, Cli, refusal, run_here
 from shared_runs import EVALUATION_KEYS, QUICK, RARE
 
 from chargpt.analysis import compare as comparison
-from chargpt.analysis.compare import Comparison, Row, compare_runs
+from chargpt.analysis.compare import compare_runs
 from chargpt.analysis.result import MIXTURE_SUFFIX
-from chargpt.cli.compare import print_rows, runs_in
+from chargpt.cli.compare import print_conclusions, runs_in
 from chargpt.config import Config, load_config, split_values
-from chargpt.inference.evaluation import Baselines, evaluate, evaluate_tokens
+from chargpt.inference.evaluation import evaluate
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 from chargpt.training.trainer import StepReport, Trainer
@@ -260,7 +260,7 @@ def test_runs_of_other_texts_or_splits_are_not_compared(trained: Path, cli: Cli)
 
 
 def test_compare_takes_a_folder_of_runs_and_compares_each_run_once(
-    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    trained: Path, cli: Cli, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = trained.parent / "novel.txt"
     for name, lr in (("a", "0.01"), ("b", "0.02")):
@@ -271,20 +271,16 @@ def test_compare_takes_a_folder_of_runs_and_compares_each_run_once(
     in_runs = [row for row in report["rows"] if row["run"]]
     assert [row["model"] for row in in_runs] == ["a", "b"]
     assert in_runs[0]["seconds"] == 1234.5, "steps after the best checkpoint take time too"
-    a, b = (load_run(f"runs/{name}") for name in "ab")
-    tokens = a.corpus().split("val")
-    of_a, of_b = (evaluate_tokens(run.model, tokens) for run in (a, b))
-    rows = [
-        Row(f"a{MIXTURE_SUFFIX}", replace(of_a, nats_per_char=of_a.nats_per_char - 1), run="a"),
-        Row("a", of_a, 1, run="a"),
-        Row("b", of_b, 1, run="b"),
-        Row("bigram (counts)", Baselines(a.corpus()).evaluate(tokens)["bigram"]),
-    ]
-    printed: list[str] = []
-    monkeypatch.setattr("chargpt.cli.console.out_sentence", printed.append)
+    result = compare_runs([Path("runs/a"), Path("runs/b")], "cpu")
+    *_, a, _ = result.rows
+    better = replace(result.evaluations["a"], nats_per_char=a.nats_per_char - 1)
+    mixture = replace(a, model=f"a{MIXTURE_SUFFIX}", evaluation=better, parameters=None)
     curves = {"a": [(0, 4.0), (5, 2.0), (9, 2.5)], "b": [(0, 4.0), (5, 2.0), (9, 2.01)]}
-    print_rows(Comparison("text", 10, 5, 10, rows, curves))
-    of_models, of_all = [each for each in printed if "has the lowest loss" in each]
+    result = replace(result, rows=[*result.rows, mixture], curves=curves, samples={})
+    capfd.readouterr()
+    print_conclusions(result)
+    conclusions = comparison.conclusions(result)
+    of_models, of_all = [each for each in conclusions if "has the lowest loss" in each]
     assert " has the lowest loss of the models alone; " in of_models
     assert of_all.startswith(f"a{MIXTURE_SUFFIX} has the lowest loss of the runs and their ")
     assert " b " in f"{of_all} ".replace("(", " ")

@@ -12,8 +12,7 @@ import pytest
 from conftest import Cli, refusal
 from noise import bigram_of_counts
 
-from chargpt.analysis import ladder
-from chargpt.analysis.compare import Estimate, paired_gain
+from chargpt.analysis.compare import Estimate
 from chargpt.analysis.ladder import compressed_losses, compressors, ladder_rungs, ngram_loss
 from chargpt.config import load_config
 from chargpt.inference.evaluation import Baselines, evaluate, evaluate_tokens
@@ -40,22 +39,19 @@ def val_losses(corpus: Corpus) -> dict[str, float]:
 def test_each_rung_of_the_gpt_differs_from_the_one_below_in_one_setting() -> None:
     settings = load_config("ladder")
     rungs = ladder_rungs(settings)
-    trees = [settings.with_values(rung.values).model.model_dump() for rung in rungs[1:]]
+    trees = [rung.config.model.model_dump() for rung in rungs[1:]]
     for below, above in itertools.pairwise(trees):
         assert sum(below[key] != above[key] for key in below) == 1
     assert trees[-1] == settings.model.model_dump()
-    sizes = [count_parameters(settings.with_values(r.values).model, 65) for r in rungs[1:]]
+    sizes = [count_parameters(rung.config.model, 65) for rung in rungs[1:]]
     assert sizes == sorted(sizes)
     for rung in rungs[1:]:
-        build_model(settings.with_values(rung.values).model, 65)
+        build_model(rung.config.model, 65)
 
 
 def test_interval_is_students_t() -> None:
-    # (Gosset 1908): two degrees of freedom, 4.303 standard errors
-    estimate = Estimate.from_values([1.0, 2.0, 3.0])
-    assert estimate.value == 2
-    assert estimate.margin == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
     assert Estimate.from_values([1.5]) == Estimate(1.5, None)
+    # (Gosset 1908), from one degree of freedom on
     quantiles = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
     for count, quantile in enumerate(quantiles, 2):
         values = [float(i) for i in range(count)]
@@ -64,10 +60,6 @@ def test_interval_is_students_t() -> None:
     assert Estimate.from_values([0.0, 1.0] * 8).margin == pytest.approx(
         2.262 * stdev([0.0, 1.0] * 8) / 4
     )
-    # an offset common to both rungs of a seed does not widen the interval
-    paired = paired_gain([1.0, 2.0, 3.0], [0.9, 1.9, 2.9])
-    assert paired.value == pytest.approx(0.1)
-    assert paired.margin == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.slow
@@ -111,18 +103,17 @@ def test_table_names_each_added_component(cli: Cli, verse: Path) -> None:
 
 
 def test_compressors_are_primed_with_the_training_text(tmp_path: Path, verse: Path) -> None:
-    words = verse.read_text(encoding="utf-8")
-    path = tmp_path / "text.txt"
-    path.write_text(words)
-    corpus = corpus_of(path)
-    train, val = (corpus.tokenizer.decode(corpus.split(name)) for name in ("train", "val"))
+    corpus = corpus_of(verse)
+    tokens = corpus.split("val")[:501]
+    train, val = (corpus.tokenizer.decode(each) for each in (corpus.split("train"), tokens))
     own = len(lzma.compress((train + val).encode(), preset=9)) - len(
         lzma.compress(train.encode(), preset=9)
     )
-    losses = compressed_losses(corpus, corpus.split("val"))
-    assert losses["xz -9"] == pytest.approx(8 * math.log(2) * own / len(val))
+    losses = compressed_losses(corpus, tokens)
+    assert losses["xz -9"] == pytest.approx(8 * math.log(2) * own / 501)
     # a validation split that repeats the training split costs almost nothing
-    path.write_text(words * 10)
+    path = tmp_path / "text.txt"
+    path.write_text(verse.read_text(encoding="utf-8") * 10)
     corpus = corpus_of(path)
     repeated = compressed_losses(corpus, corpus.split("val"))
     assert repeated["xz -9"] < 0.02
@@ -130,7 +121,7 @@ def test_compressors_are_primed_with_the_training_text(tmp_path: Path, verse: Pa
     assert ("zstd -19" in repeated) == (shutil.which("zstd") is not None)
 
 
-def test_baselines_and_compressors_score_the_same_characters(verse: Path) -> None:
+def test_baselines_score_the_same_characters(verse: Path) -> None:
     corpus = corpus_of(verse)
     val = corpus.split("val")[:501]
     levels = Baselines(corpus).losses(val)
@@ -140,19 +131,7 @@ def test_baselines_and_compressors_score_the_same_characters(verse: Path) -> Non
     assert own.characters == 500
     assert levels["bigram"] == pytest.approx(own.nats_per_char, abs=1e-6)
     assert val_losses(corpus)["bigram"] != pytest.approx(levels["bigram"], abs=1e-3)
-    text = corpus.tokenizer.decode(corpus.split("train"))
-    added = ladder.compressors()["xz -9"]((text + corpus.tokenizer.decode(val)).encode())
-    added -= ladder.compressors()["xz -9"](text.encode())
-    losses = compressed_losses(corpus, val)
-    assert losses["xz -9"] == pytest.approx(8 * math.log(2) * added / 501)
-
-
-def test_ngram_loss_equals_the_baseline_and_falls_with_the_order(verse: Path) -> None:
-    corpus = corpus_of(verse)
-    val = corpus.split("val")
-    losses = {order: ngram_loss(corpus, order, val) for order in (2, 3, 4, NGRAM_ORDER)}
-    assert losses[NGRAM_ORDER] == pytest.approx(val_losses(corpus)[NGRAM], abs=1e-6)
-    assert losses[2] > losses[3] > losses[4]
+    assert ngram_loss(corpus, 2, val) > ngram_loss(corpus, 3, val) > ngram_loss(corpus, 4, val)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +142,6 @@ def test_ngram_loss_equals_the_baseline_and_falls_with_the_order(verse: Path) ->
         (["--ladder", "-s", "model.n_head=1"], "set model.n_layer and model.n_head to 2 or more"),
         (["--ladder", "-s", "model.qk_norm=false"], "and model.qk_norm at their defaults"),
         (["--models", " , "], "--models names no model; give bigram, gpt or both"),
-        (["--ladder", "--plot", "a.jpg"], "a.jpg must end in .svg or .png; rename it"),
-        (["--ladder", "other.txt"], "lighthouse.txt is not a run; give one text, or only runs"),
         (["--ladder", "--models", "gpt"], "--models does not apply to --ladder, whose models are"),
         (["--ladder", "--seeds", "11"], "Invalid value for '--seeds'"),
         (["--ladder", "-s", "model.block_size=9000"], "model.block_size 9,000 needs 9,001 of each"),

@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 
 from chargpt.analysis import plots
-from chargpt.analysis.compare import Estimate, Row
-from chargpt.analysis.ladder import Ladder, Rung, RungResult
+from chargpt.analysis.compare import Row
+from chargpt.analysis.ladder import Ladder
 from chargpt.analysis.predictions import Group
 from chargpt.inference.evaluation import BaselineLoss
 
 
 def test_ladder_bars_are_bits_per_character_in_rung_order() -> None:
-    def rung(name: str, nats: list[float], gain: Estimate | None) -> RungResult:
-        rows = [Row(name, BaselineLoss(each, np.zeros((2, 0)))) for each in nats]
-        return RungResult(rows, Rung(name, "", {}), "", gain)
-
-    steps = [
-        rung("bigram (trained)", [2.0, 2.2], None),
-        rung("one head, scaled", [1.0, 1.2], Estimate(1.0, 0.0)),
+    nats = {"uniform": [4.0], "xz -9": [1.5]}
+    trained = {"bigram (trained)": [2.0, 2.2], "one head, scaled": [1.0, 1.2]}
+    rows = [
+        Row(name, BaselineLoss(each, np.zeros((2, 0))), run="a" if name in trained else None)
+        for name, losses in (nats | trained).items()
+        for each in losses
     ]
-    figure = plots.ladder(Ladder("a text", {"uniform": 4.0}, {"xz -9": 1.5}, steps))
+    ladder = Ladder(title="a text", rows=rows)
+    figure = plots.ladder(ladder)
     (axes,) = figure.axes
     widths = [bar.get_width() for bar in axes.patches]
     assert widths == pytest.approx([nats / math.log(2) for nats in (4.0, 1.5, 2.1, 1.1)])
@@ -33,7 +33,7 @@ def test_ladder_bars_are_bits_per_character_in_rung_order() -> None:
     assert names == ["uniform", "xz -9", "bigram (trained)", "one head, scaled"]
     (errors,) = axes.collections
     reach = [float(np.ptp(segment[:, 0])) / 2 for segment in errors.get_segments()]
-    margin = steps[0].loss.margin
+    margin = ladder.groups["bigram (trained)"].loss.margin
     assert margin is not None
     assert reach == pytest.approx([0, 0, margin / math.log(2), margin / math.log(2)])
 

@@ -4,13 +4,14 @@ import itertools
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean, mean, stdev
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from chargpt.analysis.result import MIXTURE_LABEL, MIXTURE_SUFFIX, describe_gain, difference
 from chargpt.config import Config, load_config
@@ -24,6 +25,7 @@ from chargpt.inference.evaluation import (
     evaluate_tokens,
 )
 from chargpt.inference.generation import sample
+from chargpt.log import logger
 from chargpt.models.ngram import NGRAM
 from chargpt.store.folder import RunFolder, has_checkpoint
 from chargpt.store.metrics import validation_curve
@@ -70,13 +72,16 @@ def show_nothing(_unit: str, _label: str) -> AbstractContextManager[OnProgress]:
     return nullcontext(lambda *_: None)
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """A run that a comparison trains."""
 
     model: str  # its name in tables; runs that share one differ only in the seed
     folder: str  # name of the run's folder
     config: Config
+    adds: str = ""  # of a ladder: the component that this run adds, in words
+
+
+TrainingsOf = Callable[[Config], list[Training]]
 
 
 @dataclass(frozen=True)
@@ -98,16 +103,16 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row under the JSON keys that all commands use."""
-        nats = self.nats_per_char
-        loss = {
-            "nats_per_char": nats,
-            "bits_per_char": nats / math.log(2),
-            "perplexity": math.exp(nats),
-        }
-        if isinstance(self.evaluation, Evaluation):
-            loss = self.evaluation.as_dict()
         facts = {name: value for name, value in vars(self).items() if name != "evaluation"}
-        return loss | facts
+        if isinstance(self.evaluation, Evaluation):
+            return self.evaluation.as_dict() | facts
+        return loss_values(self.nats_per_char) | facts
+
+
+def loss_values(nats: float) -> dict[str, float]:
+    """Return a loss under the JSON keys that all commands use."""
+    bits = nats / math.log(2)
+    return {"nats_per_char": nats, "bits_per_char": bits, "perplexity": math.exp(nats)}
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,11 @@ class Estimate:
         quantile = T_QUANTILES[min(len(values) - 1, len(T_QUANTILES)) - 1]
         return cls(mean(values), quantile * stdev(values) / math.sqrt(len(values)))
 
-    def __str__(self) -> str:
-        return f"{self.value:.4f}" + (f" ± {self.margin:.4f}" if self.margin is not None else "")
+    def describe_as_gain(self) -> str:
+        """Return a gain as `0.1234 ± 0.0123 nats per character lower`."""
+        margin = "" if self.margin is None else f" ± {self.margin:.4f}"
+        change = "lower" if self.value >= 0 else "higher"
+        return f"{abs(self.value):.4f}{margin} nats per character {change}"
 
 
 @dataclass(frozen=True)
@@ -170,31 +178,30 @@ class Group:
     def gain_over(self, other: "Group") -> Estimate:
         """Return by how many nats the loss is lower than another's.
 
-        The margin of one row against another is twice the standard error. Several are paired by
-        seed, or each with the same baseline; if they have fewer than two seeds in common, there is
-        no margin.
+        The margin of one row against another is twice the standard error.
         """
-        if len(self.rows) == len(other.rows) == 1:
-            row, (reference,) = self.rows[0], other.rows
-            assert isinstance(row.evaluation, Evaluation)
-            return Estimate(*difference(row.evaluation, reference.evaluation))
-        others = {row.seed: row.nats_per_char for row in other.rows}
-        if others.keys() == {None}:  # a baseline
-            others = dict.fromkeys((row.seed for row in self.rows), other.nats[0])
-        paired = {row.seed: row.nats_per_char for row in self.rows if row.seed in others}
-        if len(paired) < 2:
+        evaluation = self.rows[0].evaluation
+        if len(self.rows) == len(other.rows) == 1 and isinstance(evaluation, Evaluation):
+            return Estimate(*difference(evaluation, other.rows[0].evaluation))
+        return self.paired_gain_over(other)
+
+    def paired_gain_over(self, other: "Group") -> Estimate:
+        """Return the mean gain, paired by seed, or each seed with the same baseline.
+
+        With fewer than two seeds in common, it has no margin.
+        """
+        others = {row.seed: row.nats_per_char for row in other.rows}  # a baseline's seed is None
+        references = [others.get(row.seed, others.get(None)) for row in self.rows]
+        pairs = zip(references, self.nats, strict=True)
+        gains = [reference - nats for reference, nats in pairs if reference is not None]
+        if len(gains) < 2:
             return Estimate(other.loss.value - self.loss.value, None)
-        return paired_gain([others[seed] for seed in paired], list(paired.values()))
+        return Estimate.from_values(gains)
 
     def describe_gain_over(self, other: "Group", name: str) -> str:
         """Return by how much the loss is lower than another's in words."""
         gain = self.gain_over(other)
         return describe_gain(gain.value, gain.margin, name)
-
-    @property
-    def margin_note(self) -> str:
-        """What is after ± in its comparisons."""
-        return PLUS_MINUS if len(self.rows) == 1 else PLUS_MINUS_OF_SEEDS
 
     def as_dict(self) -> dict[str, Any]:
         """Return mean, standard deviation and 95% interval for `--json`."""
@@ -202,16 +209,10 @@ class Group:
         return {
             "model": self.model,
             "seeds": [row.seed for row in self.rows],
-            "nats_per_char": loss.value,
-            "bits_per_char": loss.value / math.log(2),
+            **loss_values(loss.value),
             "std": self.std,
             "margin": loss.margin,
         }
-
-
-def paired_gain(reference: Sequence[float], nats: Sequence[float]) -> Estimate:
-    """Return the mean of `reference - nats`, paired by seed, with its 95% confidence interval."""
-    return Estimate.from_values([a - b for a, b in zip(reference, nats, strict=True)])
 
 
 @dataclass(repr=False)
@@ -222,37 +223,23 @@ class Comparison:
     vocabularies differ, those at its start.
     """
 
-    title: str
-    split_characters: int  # of the split
-    span: int
-    max_tokens: int  # scored at most; tokens where bytes spell rare characters
+    name: ClassVar[str] = "compare"  # of a new folder
+    has_mixtures: ClassVar[bool] = True  # of GPT and n-gram models, as rows of their own
+    n_first: ClassVar[int | None] = None  # tokens of the split, of which all are scored
+
+    split: Split = "val"
+    show_progress: ShowProgress = show_nothing  # of the evaluations
+    title: str = ""  # name of the text
+    scored_on: str = ""  # what the losses were measured on
+    span: int = 0
+    max_tokens: int = MAX_TOKENS  # scored at most; tokens where bytes spell rare characters
+    folder: Path | None = None  # of the folders of the runs; None of existing ones
+    trainings: Sequence[Training] = ()
     rows: list[Row] = field(default_factory=list)
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     samples: dict[str, str] = field(default_factory=dict)
-    show_progress: ShowProgress = show_nothing
     baselines: Mapping[str, float] = field(default_factory=dict)
     curve_baselines: Mapping[str, float] = field(default_factory=dict)  # on the curves' characters
-    origin: str = ""  # " of NAME" if the split has files of its own
-    split: Split = "val"
-
-    @classmethod
-    def of_split(
-        cls, corpus: Corpus, split: Split, span: int, max_tokens: int, show_progress: ShowProgress
-    ) -> "Comparison":
-        """Return a comparison without rows.
-
-        Raises:
-            TextError: the text has no such split.
-        """
-        if len(corpus.split(split)) < 2:
-            raise TextError(
-                f"{corpus.name} has no {split} split; train with --test FILE, or with "
-                "-s text.test_fraction=0.1"
-            )
-        size, origin = corpus.count_characters(split), corpus.origin(split)
-        found = cls(corpus.name, size, span, max_tokens, show_progress=show_progress)
-        found.split, found.origin = split, origin
-        return found
 
     def __repr__(self) -> str:
         losses = ", ".join(f"{row.model} {row.nats_per_char:.4f}" for row in self.rows)
@@ -261,13 +248,6 @@ class Comparison:
     def _repr_html_(self) -> str:
         """Return the table, the conclusions and the validation curves as HTML, for a notebook."""
         return str(import_module("chargpt.cli.notebook").comparison_html(self))
-
-    @property
-    def scored_on(self) -> str:
-        """What the losses were measured on."""
-        scored = max(each.characters for each in self.evaluations.values())
-        split = f"{self.split_characters:,} {SPLIT_WORDS[self.split]} characters{self.origin}"
-        return f"{scored:,} of {split}, protocol blocks"
 
     @property
     def groups(self) -> dict[str, Group]:
@@ -283,13 +263,41 @@ class Comparison:
         found = ((row.model, row.evaluation) for row in self.rows)
         return {name: each for name, each in found if isinstance(each, Evaluation)}
 
-    def add_baselines(
-        self, baselines: Baselines, tokens: Tokens, val: Tokens, curve_tokens: int
-    ) -> None:
-        """Score the baselines on the tokens of the split, and on what training validated on."""
+    def as_dict(self) -> dict[str, Any]:
+        """Return the results for `--json`."""
+        return {
+            "rows": [row.as_dict() for row in self.rows],
+            "models": [group.as_dict() for group in self.groups.values() if group.is_run],
+            "baselines": dict(self.baselines),
+            "summary": conclusions(self),
+        }
+
+    def set_text(self, corpus: Corpus, tokens: Tokens, configs: Sequence[Config]) -> Baselines:
+        """Set the text, whose tokens the runs with these configs score, and add its baselines.
+
+        Raises:
+            TextError: the text has no such split.
+        """
+        if len(tokens) < 2:
+            raise TextError(
+                f"{corpus.name} has no {self.split} split; train with --test FILE, or with "
+                "-s text.test_fraction=0.1"
+            )
+        self.title = corpus.name
+        self.span = max(config.model.block_size for config in configs)
+        baselines, val = Baselines(corpus), tokens if self.split == "val" else corpus.split("val")
+        n_validated = max(config.train.evaluation_tokens for config in configs)
+        self.curve_baselines = baselines.losses(val, max_tokens=n_validated, span=self.span)
+        self.add_baselines(corpus, baselines, tokens)
+        return baselines
+
+    def add_baselines(self, corpus: Corpus, baselines: Baselines, tokens: Tokens) -> None:
+        """Score the baselines on the tokens of the split, and say what was scored."""
         found = baselines.evaluate(tokens, max_tokens=self.max_tokens, span=self.span)
+        scored, of = int(found["uniform"].clusters[1].sum()), corpus.count_characters(self.split)
+        words = f"{SPLIT_WORDS[self.split]} characters{corpus.origin(self.split)}"
+        self.scored_on = f"{scored:,} of {of:,} {words}, protocol blocks"
         self.baselines = {name: each.nats_per_char for name, each in found.items()}
-        self.curve_baselines = baselines.losses(val, max_tokens=curve_tokens, span=self.span)
         vocab_size = baselines.ngram.vocab_size
         parameters = {"uniform": 0, "unigram": vocab_size, "bigram": vocab_size**2}
         for name, each in found.items():
@@ -307,7 +315,7 @@ class Comparison:
         records = RunFolder(run.folder).metrics.records()
         seconds = max([run.state.seconds, *(each.get("seconds", 0) for each in records)])
         models = {name: run.model}
-        if mixture_run is not None:
+        if mixture_run is not None and self.has_mixtures:
             models[name.removesuffix(TRAINED) + MIXTURE_SUFFIX] = mixture_run.model
         for label, model in models.items():
             with self.show_progress("character", f"scored, {label}") as on_progress:
@@ -328,49 +336,88 @@ class Comparison:
 
     def train(
         self,
-        trainings: Sequence[Training],
-        folder: Path,
-        corpus: Corpus,
-        baselines: Baselines,
-        tokens: Tokens,
+        request: Request,
+        trainings_of: TrainingsOf,
         run_session: RunSession,
+        n_seeds: int = 1,
         *,
-        pace: Pace | None = None,
         resume: bool = False,
+        on_progress: TextProgress | None = None,
     ) -> None:
-        """Train the runs and evaluate each on the tokens of the split.
+        """Train runs on one text and evaluate them under `blocks`, beside the baselines.
 
         Args:
-            folder: of the folders of the runs.
+            request: the text, the config, its budget, and the folder, by default one in runs/.
+            trainings_of: called with a config, also the one that a budget has planned.
             run_session: called with a name and a session; runs all its steps.
-            pace: of the run whose config it has planned.
+            n_seeds: number of consecutive seeds of each run, from its config's own on.
             resume: continue the runs that are there, and do not train what is done.
+            on_progress: called with the progress of preparing the text.
+
+        Raises:
+            ChargptError: the text, a setting or the folder is unusable.
         """
-        models = [training.model for training in trainings]
+        out, (config, fixed_keys) = request.out, request.resolved
+        if resume and out is None:
+            raise ConfigError("--resume continues a stopped comparison; name its folder with --out")
+        trainings, deadline, pace = with_seeds(trainings_of(config), n_seeds), None, None
+        if request.budget is not None:
+            deadline, fixed_keys = request.deadline()
+        paths = [out / training.folder for training in trainings] if out else []
+        if not resume and (taken := next(filter(exists, paths), None)) is not None:
+            raise ConfigError(
+                f"{taken} exists; continue the comparison with --resume, or name another folder "
+                "with --out"
+            )
+        if not any(map(has_checkpoint, paths)):  # else the others get the threads of the first run
+            config = with_measured_threads(config)
+        source = find_text(config.text, request.text)
+        with output_folder(out, f"{self.name}-{slug(source.name)}") as self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # the runs get links to the files of the text
+            with tempfile.TemporaryDirectory(prefix=".text-", dir=self.folder) as temporary:
+                corpus = prepare(source, config.text, Path(temporary), on_progress)
+                if deadline is not None:
+                    config, corpus, pace = plan_run(config, corpus, deadline, fixed_keys)
+                    self.max_tokens = config.train.evaluation_tokens
+                self.trainings = with_seeds(trainings_of(config), n_seeds)
+                self._train_runs(self.folder, corpus, run_session, pace, resume)
+        if pace is not None and (late := pace.deadline.late_note()) is not None:
+            logger.warning(late)
+
+    def _train_runs(
+        self, folder: Path, corpus: Corpus, run_session: RunSession, pace: Pace | None, resume: bool
+    ) -> None:
+        """Add the baselines, train the runs and add each; `pace`: of the config it has planned."""
+        configs = [training.config for training in self.trainings]
+        corpus.require_blocks(max(config.model.block_size for config in configs))
+        tokens = corpus.split(self.split)[: self.n_first]
+        baselines = self.set_text(corpus, tokens, configs)
+        models = [training.model for training in self.trainings]
         shared: dict[str, object] = {}  # what the first run has measured: results depend on it
-        for number, training in enumerate(trainings, 1):
-            path, config, name = folder / training.folder, training.config, training.folder
-            if len(trainings) > len(MODELS):
-                seed = f", seed {config.seed}" if models.count(training.model) > 1 else ""
-                name = f"{number} of {len(trainings)}: {training.model}{seed}"
-            own_pace = pace if pace is not None and config == pace.config else None
-            is_there = resume and has_checkpoint(path)
-            with RunFolder(path).locked(is_new=not is_there) as place, suppress(FinishedError):
+        for number, (model, name, config, _) in enumerate(self.trainings, 1):
+            is_alone = models.count(model) == 1
+            heading = name
+            if len(models) > len(MODELS):
+                seed = "" if is_alone else f", seed {config.seed}"
+                heading = f"{number} of {len(models)}: {model}{seed}"
+            is_there = resume and has_checkpoint(folder / name)
+            run_folder = RunFolder(folder / name)
+            with run_folder.locked(is_new=not is_there), suppress(FinishedError):
                 if is_there:
-                    session = resumed_session(place, config, corpus, baselines)
+                    session = resumed_session(run_folder, config, corpus, baselines)
                 else:
+                    own_pace = pace if pace is not None and config == pace.config else None
                     unset = {
                         k: v for k, v in shared.items() if getattr(config, k) in (None, "auto")
                     }
                     own = config.with_values(unset)
-                    session = start_run(place, own, corpus, baselines, pace=own_pace)
-                run_session(name, session)
-            run = load_run(path, "best", config.device)
+                    session = start_run(run_folder, own, corpus, baselines, pace=own_pace)
+                run_session(heading, session)
+            run = load_run(folder / name, "best", config.device)
             shared = shared or {"dtype": run.config.dtype, "threads": run.config.threads}
             mixture_run = find_mixture_run(run) or try_add_mixture(run, corpus)
-            is_alone = models.count(training.model) == 1
-            curve = training.model if is_alone else training.folder
-            self.add_run(training.model, curve, run, tokens, mixture_run)
+            self.add_run(model, model if is_alone else name, run, tokens, mixture_run)
 
 
 def conclusions(result: Comparison) -> list[str]:
@@ -390,44 +437,40 @@ def conclusions(result: Comparison) -> list[str]:
         )
         if len(set(values.values())) > 1
     ]
-    losses = {name: group.loss.value for name, group in groups.items()}
-    if (note := undertrained(losses)) is not None:
-        sentences.append(note)
+    sentences += undertrained(groups)
     if (gpt := groups.get(f"gpt{TRAINED}")) is not None:
-        bigram, ngram = (
-            next(group for group in by_loss if group.model.startswith(start))
-            for start in ("bigram", NGRAM)
-        )
+        bigram = next(group for group in by_loss if group.model.startswith("bigram"))
         over_bigram = gpt.describe_gain_over(bigram, "the best bigram")
-        over_ngram = gpt.describe_gain_over(ngram, f"the {NGRAM}")
+        over_ngram = gpt.describe_gain_over(groups[f"{NGRAM} (counts)"], f"the {NGRAM}")
         sentences.append(f"the gpt is {over_bigram} and {over_ngram}")
         if (mixture := groups.get(MIXTURE_LABEL)) is not None:
             gain = mixture.describe_gain_over(gpt, "the gpt")
             sentences.append(f"{MIXTURE_LABEL}, which chargpt sample --mixture uses, is {gain}")
-        return [*sentences, gpt.margin_note]
-    if len(alone) < 2:
+    elif len(alone) > 1:
+        # of each model, or its mixture
+        best = {tuple(row.run for row in g.rows): g for g in reversed(by_loss) if g.is_run}
+        with_mixtures = sorted(best.values(), key=lambda group: group.loss.value)
+        kinds = {"runs": alone}
+        if with_mixtures != alone:
+            kinds = {"models alone": alone, "runs and their mixtures": with_mixtures}
+        for name, (first, second, *_) in kinds.items():
+            gain = first.describe_gain_over(second, second.model)
+            sentences.append(f"{first.model} has the lowest loss of the {name}; it is {gain}")
+    else:
         return sentences
-    # of each model, or its mixture
-    best = {tuple(row.run for row in g.rows): g for g in reversed(by_loss) if g.is_run}
-    with_mixtures = sorted(best.values(), key=lambda group: group.loss.value)
-    kinds = {"runs": alone}
-    if with_mixtures != alone:
-        kinds = {"models alone": alone, "runs and their mixtures": with_mixtures}
-    for name, (first, second, *_) in kinds.items():
-        gain = first.describe_gain_over(second, second.model)
-        sentences.append(f"{first.model} has the lowest loss of the {name}; it is {gain}")
-    return [*sentences, alone[0].margin_note]
+    n_seeds = len((gpt or alone[0]).rows)
+    return [*sentences, PLUS_MINUS if n_seeds == 1 else PLUS_MINUS_OF_SEEDS]
 
 
-def undertrained(losses: Mapping[str, float]) -> str | None:
-    """Return a sentence if a trained bigram is much worse than that of counts, losses by name."""
-    trained, counts = losses.get(f"bigram{TRAINED}"), losses["bigram (counts)"]
-    if trained is None or trained <= counts + MAX_BIGRAM_GAP:
-        return None
-    return (
-        f"the trained bigram, {trained:.3f}, is still far from that of counts, {counts:.3f}: "
-        "train more steps, or compare with the latter"
-    )
+def undertrained(groups: Mapping[str, Group]) -> list[str]:
+    """Return a sentence if a trained bigram is much worse than that of counts."""
+    trained, counts = groups.get(f"bigram{TRAINED}"), groups["bigram (counts)"].loss.value
+    if trained is None or trained.loss.value <= counts + MAX_BIGRAM_GAP:
+        return []
+    return [
+        f"the trained bigram, {trained.loss.value:.3f}, is still far from that of counts, "
+        f"{counts:.3f}: train more steps, or compare with the latter"
+    ]
 
 
 def model_config(config: Config, kind: str) -> Config:
@@ -447,17 +490,13 @@ def model_config(config: Config, kind: str) -> Config:
 
 
 def trainings_of(
-    config: Config,
-    models: Sequence[str],
-    n_seeds: int = 1,
-    sweep: Mapping[str, Mapping[str, object]] = {"": {}},
+    config: Config, models: Sequence[str], sweep: Mapping[str, Mapping[str, object]] = {"": {}}
 ) -> list[Training]:
-    """Return the runs of each model with each combination of a sweep and each seed.
+    """Return a run of each model with each combination of a sweep.
 
     Args:
         config: of the GPT; the other models share its text, steps and batch.
         models: of `MODELS`.
-        n_seeds: number of seeds, from the config's own on.
         sweep: settings by dotted keys that replace those of the config, by name.
 
     Raises:
@@ -469,17 +508,20 @@ def trainings_of(
         if values:
             own, label = own.with_values(values), f"{kind} {name}" if len(models) > 1 else name
             folder = re.sub(r"[^\w.=+-]+", "-", label)
-        found += with_seeds(label, folder, own, n_seeds)
+        found.append(Training(label, folder, own))
     return found
 
 
-def with_seeds(model: str, folder: str, config: Config, n_seeds: int) -> list[Training]:
-    """Return the runs of a model with consecutive seeds, from the config's own on."""
+def with_seeds(trainings: list[Training], n_seeds: int) -> list[Training]:
+    """Return each run with consecutive seeds, from its config's own on."""
     if n_seeds == 1:
-        return [Training(model, folder, config)]
+        return trainings
     return [
-        Training(model, f"{folder}-{seed}", config.with_values({"seed": seed}))
-        for seed in range(config.seed, config.seed + n_seeds)
+        each._replace(
+            folder=f"{each.folder}-{seed}", config=each.config.with_values({"seed": seed})
+        )
+        for each in trainings
+        for seed in range(each.config.seed, each.config.seed + n_seeds)
     ]
 
 
@@ -551,88 +593,11 @@ def compare(
         folders = [each.folder if isinstance(each, Run) else Path(each) for each in path]
         return compare_runs(folders, device or "auto")
     request = new_request(path, text, config, settings, budget, out, device, encoding)
-    chosen, fixed_keys = request.resolved
-    names = [training.folder for training in trainings_of(chosen, models)]  # before any training
-    deadline, pace, max_tokens = None, None, MAX_TOKENS
-    if budget is not None:
-        deadline, fixed_keys = request.deadline()
-    with opened(request, "compare", names) as (chosen, folder, corpus):
-        if deadline is not None:
-            chosen, corpus, pace = plan_run(chosen, corpus, deadline, fixed_keys)
-            max_tokens = chosen.train.evaluation_tokens
-        return compare_trainings(
-            trainings_of(chosen, models),
-            folder,
-            corpus,
-            lambda _, session: run_steps(session, progress),
-            pace=pace,
-            max_tokens=max_tokens,
-        )
-
-
-@contextmanager
-def opened(
-    request: Request,
-    name: str,
-    names: Sequence[str],
-    on_progress: TextProgress | None = None,
-    *,
-    resume: bool = False,
-) -> Iterator[tuple[Config, Path, Corpus]]:
-    """Yield the config of a comparison with its threads, its folder, by default runs/NAME-TEXT, and
-    the text, whose files the runs get links to.
-
-    `names` are those of the folders of the runs; with `resume` they may exist.
-    """
-    out, config = request.out, request.resolved[0]
-    if resume and out is None:
-        raise ConfigError("--resume continues a stopped comparison; name its folder with --out")
-    paths = [out / each for each in names] if out else []
-    for path in paths:
-        if exists(path) and not resume:
-            raise ConfigError(
-                f"{path} exists; continue the comparison with --resume, or name another folder "
-                "with --out"
-            )
-    if not any(map(has_checkpoint, paths)):  # else the others get the threads of the first run
-        config = with_measured_threads(config)
-    source = find_text(config.text, request.text)
-    with output_folder(out, f"{name}-{slug(source.name)}") as folder:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".text-", dir=folder) as temporary:
-            yield config, folder, prepare(source, config.text, Path(temporary), on_progress)
-
-
-def compare_trainings(
-    trainings: Sequence[Training],
-    folder: Path,
-    corpus: Corpus,
-    run_session: RunSession,
-    *,
-    pace: Pace | None = None,
-    max_tokens: int = MAX_TOKENS,
-    split: Split = "val",
-    resume: bool = False,
-    show_progress: ShowProgress = show_nothing,
-) -> Comparison:
-    """Train runs on one text and evaluate them under `blocks`, beside the baselines.
-
-    Args:
-        split: of which at most `max_tokens` are scored, `val` or `test`.
-        show_progress: of the evaluations.
-        trainings, folder, run_session, pace, resume: as for `Comparison.train`.
-
-    Raises:
-        ChargptError: the text, a setting or the folder is unusable.
-    """
-    span = max(training.config.model.block_size for training in trainings)
-    comparison = Comparison.of_split(corpus, split, span, max_tokens, show_progress)
-    corpus.require_blocks(span)
-    baselines, tokens = Baselines(corpus), corpus.split(split)
-    curve_tokens = trainings[0].config.train.evaluation_tokens
-    comparison.add_baselines(baselines, tokens, corpus.split("val"), curve_tokens)
+    comparison = Comparison()
     comparison.train(
-        trainings, folder, corpus, baselines, tokens, run_session, pace=pace, resume=resume
+        request,
+        partial(trainings_of, models=models),
+        lambda _, session: run_steps(session, progress),
     )
     return comparison
 
@@ -666,23 +631,21 @@ def compare_runs(
                 f"{', '.join(keys) or 'none'}); name runs of one text, or measure each with "
                 "`chargpt evaluate RUN --text FILE`"
             )
-    span, max_tokens = max(run.model.block_size for run in runs), MAX_TOKENS
+    comparison = Comparison(split, show_progress, max_tokens=MAX_TOKENS)
     all_tokens = [corpus.split(split) for corpus in corpora]
     if any(corpus.tokenizer != corpora[0].tokenizer for corpus in corpora):
         # spans of tokens would begin at other characters: score the start of the split instead
         start = texts[0][: MAX_TOKENS + 1]
         all_tokens = [corpus.tokenizer.encode(start, unknown="replace") for corpus in corpora]
-        max_tokens = max(map(len, all_tokens))
-    comparison = Comparison.of_split(corpora[0], split, span, max_tokens, show_progress)
-    curve_tokens = max(run.config.train.evaluation_tokens for run in runs)
-    val = corpora[0].split("val") if split != "val" else all_tokens[0]
-    comparison.add_baselines(Baselines(corpora[0]), all_tokens[0], val, curve_tokens)
+        comparison.max_tokens = max(map(len, all_tokens))
+    configs = [run.config for run in runs]
+    comparison.set_text(corpora[0], all_tokens[0], configs)
     names, taken = list[str](), [row.model for row in comparison.rows]
     for path in paths:
         full = path.resolve()
         free = (name for name in (full.name, str(path)) if name not in (*names, *taken))
         names.append(next(free, str(full)))
-    models = group_seeds(names, [run.config for run in runs])
+    models = group_seeds(names, configs)
     for model, own, run, tokens in zip(models, names, runs, all_tokens, strict=True):
         comparison.add_run(model, own, run, tokens, find_mixture_run(run))
     return comparison

@@ -8,128 +8,103 @@ training text.
 
 import bz2
 import gzip
+import itertools
 import lzma
 import math
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from chargpt.analysis.compare import (
     MAX_TOKENS,
+    SPLIT_WORDS,
     Comparison,
     Estimate,
     Group,
-    RunSession,
+    Row,
     Training,
+    loss_values,
     model_config,
-    paired_gain,
-    show_nothing,
-    with_seeds,
 )
 from chargpt.config import Config
 from chargpt.errors import ConfigError
-from chargpt.inference.evaluation import Baselines
+from chargpt.inference.evaluation import BaselineLoss, Baselines
 from chargpt.models.ngram import NGRAM_ORDER, NGramLM
-from chargpt.text.corpus import Corpus, Split
+from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import Tokens
 
 ORDERS = (3, 4, NGRAM_ORDER, 8)  # of the n-gram baselines
+BIGRAM, ONE_HEAD, GPT = "bigram (trained)", "one head, scaled", "+ QK-norm (gpt)"  # rungs
 MAX_PRIMED = 20_000_000  # characters given to compressors, from the end of the training split
 
 
-@dataclass(frozen=True)
-class Rung:
-    """A model of the ladder."""
+class Ladder(Comparison):
+    """A comparison of the rungs, n-gram baselines of several orders and compressors.
 
-    name: str  # as it is printed
-    adds: str  # the component that this rung adds, in words
-    # settings of this rung; empty for the bigram, which has a config of its own
-    values: Mapping[str, object]
+    The first MAX_TOKENS of the split are scored: compressors read a text from its start.
+    """
 
-
-@dataclass(frozen=True)
-class RungResult(Group):
-    """A trained rung."""
-
-    rung: Rung
-    sample: str
-    gain: Estimate | None  # mean reduction of the loss over the rung below; None of the lowest
-
-
-@dataclass
-class Ladder:
-    """Results of `run_ladder`; losses in nats per character of the split."""
-
-    title: str  # name of the text
-    ngrams: dict[str, float] = field(default_factory=dict)  # baselines by name
-    compressor_losses: dict[str, float] = field(default_factory=dict)  # compressors by name
-    results: list[RungResult] = field(default_factory=list)  # lowest rung first
-    characters: int = 0  # of the split that are scored
-    split: Split = "val"
-    origin: str = ""  # " of NAME" if the split has files of its own
+    name = "ladder"
+    has_mixtures = False
+    n_first = MAX_TOKENS + 1
 
     @property
-    def attention_gain(self) -> Estimate:
-        """Gain of one scaled head over the trained bigram."""
-        by_name = {result.model: result for result in self.results}
-        return paired_gain(by_name["bigram (trained)"].nats, by_name["one head, scaled"].nats)
+    def gains(self) -> dict[str, Estimate]:
+        """Mean reduction of the loss over the rung below, by rung but the lowest."""
+        rungs = [group for group in self.groups.values() if group.is_run]
+        pairs = itertools.pairwise(rungs)
+        return {rung.model: rung.paired_gain_over(below) for below, rung in pairs}
 
-    @property
-    def total_gain(self) -> Estimate:
-        """Gain of the highest rung over the lowest."""
-        return paired_gain(self.results[0].nats, self.results[-1].nats)
+    def gain_over_bigram(self, name: str) -> Estimate:
+        """Return by how much the loss of a rung is lower than that of the lowest."""
+        groups = self.groups
+        return groups[name].paired_gain_over(groups[BIGRAM])
 
-    @property
-    def baseline_rows(self) -> list[dict[str, Any]]:
-        """The n-grams and compressors as rows for `--json`."""
-        kinds = {"n-gram": self.ngrams, "compressed": self.compressor_losses}
-        return [
-            loss_row(name, kind, nats)
-            for kind, losses in kinds.items()
-            for name, nats in losses.items()
-        ]
+    @staticmethod
+    def kind_of(group: Group) -> str:
+        """Return whether a row is `trained`, an `n-gram` or `compressed`."""
+        if group.is_run:
+            return "trained"
+        return "compressed" if group.model in compressors() else "n-gram"
+
+    def add_baselines(self, corpus: Corpus, baselines: Baselines, tokens: Tokens) -> None:
+        """Add the n-grams and the compressors as rows, and say what was scored."""
+        self.characters = corpus.tokenizer.count_characters(tokens[1:])
+        words = f"{SPLIT_WORDS[self.split]} characters{corpus.origin(self.split)}"
+        self.scored_on = f"the first {self.characters:,} {words}, protocol blocks"
+        losses = ngram_losses(corpus, baselines, tokens) | compressed_losses(corpus, tokens)
+        no_blocks = np.empty((2, 0))
+        self.rows += [Row(name, BaselineLoss(nats, no_blocks)) for name, nats in losses.items()]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the results for `--json`."""
-        trained = [
-            loss_row(
-                result.model,
-                "trained",
-                result.loss.value,
-                std=result.std,
-                margin=result.loss.margin,
-                nats_by_seed=result.nats,
-                gain=vars(result.gain) if result.gain else None,
-                parameters=result.rows[0].parameters,
-                seconds=round(result.seconds or 0.0, 3),
-                adds=result.rung.adds,
-                sample=result.sample,
-            )
-            for result in self.results
-        ]
+        rows, adds, gains = [], {each.model: each.adds for each in self.trainings}, self.gains
+        for name, group in self.groups.items():
+            row = {"model": name, "kind": self.kind_of(group), **loss_values(group.loss.value)}
+            if group.is_run:
+                row |= group.as_dict() | {
+                    "nats_by_seed": group.nats,
+                    "gain": vars(gains[name]) if name in gains else None,
+                    "parameters": group.rows[0].parameters,
+                    "seconds": round(group.seconds or 0.0, 3),
+                    "adds": adds[name],
+                    "sample": self.samples[name],
+                }
+            rows.append(row)
         return {
             "text": self.title,
             "characters": self.characters,
             "split": self.split,
-            "rows": [*self.baseline_rows, *trained],
-            "attention_gain": vars(self.attention_gain),
-            "total_gain": vars(self.total_gain),
+            "rows": rows,
+            "attention_gain": vars(self.gain_over_bigram(ONE_HEAD)),
+            "total_gain": vars(self.gain_over_bigram(GPT)),
         }
 
 
-def loss_row(model: str, kind: str, nats: float, **more: object) -> dict[str, Any]:
-    """Return a row for `--json`."""
-    loss = {"nats_per_char": nats, "bits_per_char": nats / math.log(2)}
-    loss["perplexity"] = math.exp(nats)
-    return {"model": model, "kind": kind, **loss, **more}
-
-
-def ladder_rungs(config: Config) -> tuple[Rung, ...]:
+def ladder_rungs(config: Config) -> list[Training]:
     """Return the rungs up to a GPT with this config.
 
     Raises:
@@ -145,86 +120,24 @@ def ladder_rungs(config: Config) -> tuple[Rung, ...]:
             "model.n_layer and model.n_head to 2 or more, and leave model.kind, model.mlp, "
             "model.attention, model.scale_attn_weights and model.qk_norm at their defaults"
         )
-    average = {
-        "model.n_layer": 1,
-        "model.n_head": 1,
-        "model.attention": "average",
-        "model.scale_attn_weights": False,
-        "model.qk_norm": False,
-        "model.mlp": "none",
-    }
-    rungs = [
-        Rung("bigram (trained)", "a table of next-character logits", {}),
-        Rung("causal average", "the mean of the current and past positions", average),
-    ]
-    for name, adds, key, value in (
-        ("one head, unscaled", "causal self-attention", "attention", "full"),
-        ("one head, scaled", "scores divided by sqrt(head size)", "scale_attn_weights", True),
-        ("multi-head", f"{model.n_head} attention heads", "n_head", model.n_head),
-        ("+ MLP", f"an MLP ({model.mlp}) after attention", "mlp", model.mlp),
-        ("+ depth", f"{model.n_layer} layers", "n_layer", model.n_layer),
-        ("+ QK-norm (gpt)", "QK-norm and previous-token initialisation", "qk_norm", True),
-    ):
-        rungs.append(Rung(name, adds, {**rungs[-1].values, f"model.{key}": value}))
-    return tuple(rungs)
-
-
-def ladder_trainings(config: Config, n_seeds: int) -> list[Training]:
-    """Return the runs of every rung up to a GPT with this config, with every seed.
-
-    Raises:
-        ConfigError: the settings are not those of such a GPT.
-    """
-    found = []
-    for number, rung in enumerate(ladder_rungs(config), 1):
-        base = config if rung.values else model_config(config, "bigram")
-        found += with_seeds(rung.name, str(number), base.with_values(rung.values), n_seeds)
-    return found
-
-
-def run_ladder(
-    config: Config,
-    folder: Path,
-    corpus: Corpus,
-    n_seeds: int,
-    run_session: RunSession,
-    *,
-    split: Split = "val",
-    resume: bool = False,
-) -> Ladder:
-    """Train every rung with every seed and evaluate all under `blocks`.
-
-    Args:
-        config: of the highest rung; the others share its text, batches and steps.
-        folder: of the runs; each rung and seed gets a folder.
-        corpus: the text.
-        n_seeds: number of seeds, from the config's own on.
-        run_session: called with a name and a session; runs all its steps.
-        split: of which the first MAX_TOKENS are scored, `val` or `test`.
-        resume: continue the runs that are there, and do not train what is done.
-
-    Raises:
-        ChargptError: the text, a setting or the folder is unusable.
-    """
-    rungs, trainings = ladder_rungs(config), ladder_trainings(config, n_seeds)
-    span = config.model.block_size
-    comparison = Comparison.of_split(corpus, split, span, MAX_TOKENS, show_nothing)
-    corpus.require_blocks(span)
-    baselines, tokens = Baselines(corpus), corpus.split(split)[: MAX_TOKENS + 1]
-    ladder = Ladder(
-        corpus.name, ngram_losses(corpus, baselines, tokens), compressed_losses(corpus, tokens)
+    components = (  # name, what it adds, its setting, without and with it
+        ("one head, unscaled", "causal self-attention", "attention", "average", "full"),
+        (ONE_HEAD, "scores divided by sqrt(head size)", "scale_attn_weights", False, True),
+        ("multi-head", f"{model.n_head} attention heads", "n_head", 1, model.n_head),
+        ("+ MLP", f"an MLP ({model.mlp}) after attention", "mlp", "none", model.mlp),
+        ("+ depth", f"{model.n_layer} layers", "n_layer", 1, model.n_layer),
+        (GPT, "QK-norm and previous-token initialisation", "qk_norm", False, True),
     )
-    comparison.train(trainings, folder, corpus, baselines, tokens, run_session, resume=resume)
-    groups, below = comparison.groups, None
-    for rung in rungs:
-        group = groups[rung.name]
-        gain = paired_gain(below.nats, group.nats) if below else None
-        sample = comparison.samples[rung.name]
-        ladder.results.append(RungResult(group.rows, rung, sample, gain))
-        below = group
-    ladder.split, ladder.origin = split, comparison.origin
-    ladder.characters = comparison.evaluations[rung.name].characters
-    return ladder
+    own = config.with_values({f"model.{key}": without for _, _, key, without, _ in components})
+    table, mean = "a table of next-character logits", "the mean of the current and past positions"
+    rungs = [
+        Training(BIGRAM, "1", model_config(config, "bigram"), table),
+        Training("causal average", "2", own, mean),
+    ]
+    for number, (name, adds, key, _, value) in enumerate(components, 3):
+        own = own.with_values({f"model.{key}": value})
+        rungs.append(Training(name, str(number), own, adds))
+    return rungs
 
 
 def ngram_losses(corpus: Corpus, baselines: Baselines, tokens: Tokens) -> dict[str, float]:

@@ -235,10 +235,10 @@ def plain(name: str) -> str:
 
 def ladder(result: "Ladder") -> "Figure":
     """Draw the losses of a ladder as bars, in bits per character."""
+    kinds = {"n-gram": GREY, "compressed": PALE, "trained": COLOURS[0]}
     bars = [
-        *((name, nats, 0.0, GREY) for name, nats in result.ngrams.items()),
-        *((name, nats, 0.0, PALE) for name, nats in result.compressor_losses.items()),
-        *((r.model, r.loss.value, r.loss.margin or 0.0, COLOURS[0]) for r in result.results),
+        (name, group.loss.value, group.loss.margin or 0.0, kinds[result.kind_of(group)])
+        for name, group in result.groups.items()
     ]
     figure, (axes,) = _axes(8, 0.6 + 0.28 * len(bars))
     names, nats, margins, colours = zip(*bars, strict=True)

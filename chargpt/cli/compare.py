@@ -5,18 +5,25 @@ import io
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import typer
 
-from chargpt.analysis import compare as comparison
 from chargpt.analysis import plots
-from chargpt.analysis.compare import Comparison, Estimate, undertrained
-from chargpt.analysis.ladder import Ladder, ladder_trainings, run_ladder
+from chargpt.analysis.compare import (
+    MODELS,
+    PLUS_MINUS_OF_SEEDS,
+    Comparison,
+    TrainingsOf,
+    compare_runs,
+    conclusions,
+    trainings_of,
+    undertrained,
+)
+from chargpt.analysis.ladder import GPT, ONE_HEAD, Ladder, ladder_rungs
 from chargpt.analysis.result import MIN_RISE, loss_cells
 from chargpt.cli import console, options, tables
 from chargpt.cli.main import catch_signals
@@ -25,11 +32,8 @@ from chargpt.config import Config, parse_override, split_values
 from chargpt.errors import ConfigError, Stopped
 from chargpt.files import quoted, write_output
 from chargpt.store.folder import is_readable_run, is_run
-from chargpt.text.corpus import Corpus
-from chargpt.training.budget import plan_run
 from chargpt.training.start import Request, Session
 
-MODELS = ",".join(comparison.MODELS)
 MAX_SAMPLE = 150  # characters of a rung's sample
 MAX_SAMPLES = 4  # printed
 MAX_TRAININGS = 64
@@ -43,39 +47,14 @@ CSV_COLUMNS = (
 ScoredSplit = Literal["val", "test"]
 
 
-class Outputs(NamedTuple):
-    """What is printed or written."""
-
-    plot: Path | None
-    csv: Path | None
-    json: bool
-
-    @property
-    def has_table(self) -> bool:
-        """Whether the table is printed: stdout is not that of the JSON or the CSV."""
-        return not self.json and self.csv != STDOUT
-
-    def write_csv(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows with the keys of `--json`, if a file is given."""
-        if self.csv is None:
-            return
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        if self.csv == STDOUT:
-            console.out_text(text.getvalue())
-        else:
-            write_output(self.csv, text.getvalue().encode())
-
-
 def compare(
     texts: Annotated[
         list[str] | None,
         typer.Argument(metavar="TEXT|RUN", help="A text to train on, or runs to compare."),
     ] = None,
     models: Annotated[
-        str | None, typer.Option(metavar="NAMES", help=f"Models to train; {MODELS} by default.")
+        str | None,
+        typer.Option(metavar="NAMES", help=f"Models to train; {','.join(MODELS)} by default."),
     ] = None,
     config: options.ConfigName = None,
     out: options.RunsOut = None,
@@ -131,12 +110,11 @@ def compare(
     if plot is not None:
         plots.require_suffix(plot)
     options.require_outputs(plot, csv_)
-    outputs = Outputs(plot, csv_, json_)
     if json_ and csv_ == STDOUT:
         raise ConfigError("--json and --csv - both print on stdout; name a file for the CSV")
     words = {word.partition("=")[0].strip(): split_values(word) for word in set_ or ()}
-    swept = [key for key, values in words.items() if len(values) > 1]
-    sweeps = f"-s {swept[0]}=A,B" if swept else ""
+    swept = {key: values for key, values in words.items() if len(values) > 1}
+    sweeps = f"-s {next(iter(swept), '')}=A,B"
     if ladder:
         cause = "does not apply to --ladder, whose models are fixed"
         options.reject({"--models": models, "--budget": budget, sweeps: swept}, cause)
@@ -166,25 +144,23 @@ def compare(
         options.reject(given, "applies to training, and these are runs")
         paths = list({path.resolve(): path for path in paths}.values())  # each run once
         with console.say_if_slow("counting n-grams ..."):
-            result = comparison.compare_runs(paths, device or "auto", console.show_progress, split)
-        print_comparison(result, outputs)
-        return
-    if len(paths) > 1:
-        no_run = next(path for path in paths if not is_run(path))
-        raise ConfigError(f"{no_run} is not a run; give one text, or only runs")
-    request = Request(
-        path=texts[0] if texts else None,
-        config=config or ("ladder" if ladder else None),
-        settings=settings if device is None else {**settings, "device": device},
-        budget=budget,
-        out=out,
-        started=console.started,
-    )
-    runs = TextRuns(request, seeds, split, resume)
-    if ladder:
-        compare_rungs(runs, outputs)
+            result = compare_runs(paths, device or "auto", console.show_progress, split)
     else:
-        train_models(runs, models, {key: words[key] for key in swept}, outputs)
+        if len(paths) > 1:
+            no_run = next(path for path in paths if not is_run(path))
+            raise ConfigError(f"{no_run} is not a run; give one text, or only runs")
+        request = Request(
+            path=texts[0] if texts else None,
+            config=config or ("ladder" if ladder else None),
+            settings=settings if device is None else {**settings, "device": device},
+            budget=budget,
+            out=out,
+            started=console.started,
+        )
+        runs_of = ladder_rungs if ladder else sweep_of(request.resolved[0], models, swept, seeds)
+        result = Ladder(split) if ladder else Comparison(split, console.show_progress)
+        train(result, request, runs_of, seeds, resume=resume)
+    show(result, plot, csv_, json_=json_)
 
 
 def runs_in(path: Path) -> list[Path]:
@@ -193,54 +169,20 @@ def runs_in(path: Path) -> list[Path]:
     return sorted(inside) or [path]
 
 
-class TextRuns(NamedTuple):
-    """Runs to train on one text: what is asked for."""
-
-    request: Request
-    n_seeds: int
-    split: ScoredSplit
-    resume: bool
-
-    @contextmanager
-    def open(self, name: str, names: Sequence[str]) -> Iterator[tuple[Config, Path, Corpus]]:
-        """Yield what `comparison.opened` does; say how a comparison that is stopped goes on."""
-        with (
-            catch_signals(),
-            comparison.opened(
-                self.request, name, names, console.LoadingProgress(), resume=self.resume
-            ) as (config, folder, corpus),
-        ):
-            try:
-                yield config, folder, corpus
-            except (KeyboardInterrupt, Stopped):
-                if any(map(is_run, folder.glob("*"))):
-                    self._say_stopped(folder)
-                raise
-
-    def _say_stopped(self, folder: Path) -> None:
-        path = quoted(folder)
-        then = "with --budget only a run of it can be resumed, by `chargpt train --resume RUN`"
-        if self.request.budget is None:
-            words = [word for word in sys.argv[1:] if word != "--resume"]
-            words += ["--resume"] if self.request.out else ["--out", str(folder), "--resume"]
-            then = f"train the rest with\n  {' '.join(map(quoted, ['chargpt', *words]))}"
-        console.say(f"the runs so far are in {path}; `chargpt compare {path}` scores them; {then}")
-
-
-def train_models(
-    runs: TextRuns, models: str | None, swept: Mapping[str, list[str]], outputs: Outputs
-) -> None:
-    """Train and evaluate the models with progress bars, and print the comparison.
+def sweep_of(
+    config: Config, models: str | None, swept: Mapping[str, list[str]], n_seeds: int
+) -> TrainingsOf:
+    """Return the function from a config to the runs of the models with each combination of values.
 
     `swept` has several `KEY=VALUE` by key.
     """
-    request, budget = runs.request, None
-    config, fixed_keys = request.resolved
-    kinds = [config.model.kind] if swept and models is None else (models or MODELS).split(",")
+    kinds = [config.model.kind] if swept else list(MODELS)
+    if models:
+        kinds = models.split(",")
     kinds = list(dict.fromkeys(kind.strip() for kind in kinds if kind.strip()))
     if not kinds:
         raise ConfigError("--models names no model; give bigram, gpt or both")
-    n_trainings = math.prod(map(len, swept.values())) * len(kinds) * runs.n_seeds
+    n_trainings = math.prod(map(len, swept.values())) * len(kinds) * n_seeds
     if n_trainings > MAX_TRAININGS:
         raise ConfigError(
             f"these are {n_trainings:,} trainings, and a comparison has at most {MAX_TRAININGS}; "
@@ -250,82 +192,93 @@ def train_models(
         " ".join(word.partition(".")[2] for word in words): dict(map(parse_override, words))
         for words in itertools.product(*swept.values())
     }
-    trainings_of = partial(comparison.trainings_of, models=kinds, n_seeds=runs.n_seeds, sweep=sweep)
-    names = [training.folder for training in trainings_of(config)]  # before any training
-    deadline = None
-    if request.budget is not None:
-        deadline, fixed_keys = request.deadline()
-    with runs.open("compare", names) as (config, folder, corpus):
-        max_tokens = comparison.MAX_TOKENS
-        if deadline is not None:
-            config, corpus, budget = plan_run(config, corpus, deadline, fixed_keys)
-            max_tokens = config.train.evaluation_tokens
-        result = comparison.compare_trainings(
-            trainings_of(config),
-            folder,
-            corpus,
-            run_session,
-            pace=budget,
-            max_tokens=max_tokens,
-            split=runs.split,
-            resume=runs.resume,
-            show_progress=console.show_progress,
-        )
-    print_comparison(result, outputs._replace(plot=outputs.plot or folder / "curves.svg"))
-    if budget is not None and (late := budget.deadline.late_note()) is not None:
-        console.say(late)
-    if outputs.has_table:
-        console.out(f"the runs are in {folder}; next:")
-        alone = [row for row in result.rows if row.run and row.parameters is not None]
-        if len(alone) > len(comparison.MODELS):
-            alone = [min(alone, key=lambda row: row.nats_per_char)]
-        for row in alone:
-            console.out(f"  chargpt sample {quoted(row.run)}")
+    return partial(trainings_of, models=kinds, sweep=sweep)
 
 
-def run_session(name: str, session: Session, *, has_plan: bool = True) -> None:
-    """Run all steps of a model with a progress bar, after its plan."""
-    console.say(f"== {name} ==")
-    if has_plan:
-        console.say(describe_plan(session), hanging=LABEL * " ")
-    run_steps(session, says_resume=False)
+def train(
+    result: Comparison, request: Request, runs_of: TrainingsOf, n_seeds: int, *, resume: bool
+) -> None:
+    """Train the runs with progress bars; say how a comparison that is stopped goes on."""
+
+    def run_session(name: str, session: Session) -> None:
+        console.say(f"== {name} ==")
+        if not isinstance(result, Ladder):  # whose runs differ little
+            console.say(describe_plan(session), hanging=LABEL * " ")
+        run_steps(session, says_resume=False)
+
+    loading = console.LoadingProgress()
+    with catch_signals():
+        try:
+            result.train(request, runs_of, run_session, n_seeds, resume=resume, on_progress=loading)
+        except (KeyboardInterrupt, Stopped):
+            if result.folder is not None and any(map(is_run, result.folder.glob("*"))):
+                say_stopped(result.folder, request)
+            raise
 
 
-def print_comparison(result: Comparison, outputs: Outputs) -> None:
-    """Draw the loss curves and write the CSV, if files are given, and print the comparison."""
-    if outputs.plot is not None:
-        figure = plots.loss_curves(result.curves, result.curve_baselines, result.title)
-        plots.save(figure, outputs.plot)
-    outputs.write_csv(row.as_dict() for row in result.rows)
-    if outputs.json:
-        console.out_json(
-            {
-                "rows": [row.as_dict() for row in result.rows],
-                "models": [each.as_dict() for each in result.groups.values() if each.is_run],
-                "baselines": dict(result.baselines),
-                "summary": comparison.conclusions(result),
-                "plot": outputs.plot and str(outputs.plot),
-            }
-        )
-    if not outputs.has_table:
+def say_stopped(folder: Path, request: Request) -> None:
+    """Say which commands score the runs of a stopped comparison and train the rest."""
+    path = quoted(folder)
+    then = "with --budget only a run of it can be resumed, by `chargpt train --resume RUN`"
+    if request.budget is None:
+        words = [word for word in sys.argv[1:] if word != "--resume"]
+        words += ["--resume"] if request.out else ["--out", str(folder), "--resume"]
+        then = f"train the rest with\n  {' '.join(map(quoted, ['chargpt', *words]))}"
+    console.say(f"the runs so far are in {path}; `chargpt compare {path}` scores them; {then}")
+
+
+def show(result: Comparison, plot: Path | None, csv_: Path | None, *, json_: bool) -> None:
+    """Draw the plot and write the CSV, and print the table, unless stdout is that of the data."""
+    if plot is None and result.folder is not None:
+        plot = result.folder / ("ladder.svg" if isinstance(result, Ladder) else "curves.svg")
+    if plot is not None:
+        if isinstance(result, Ladder):
+            figure = plots.ladder(result)
+        else:
+            figure = plots.loss_curves(result.curves, result.curve_baselines, result.title)
+        plots.save(figure, plot)
+    if csv_ is not None:
+        write_csv(result, csv_)
+    if json_:
+        console.out_json({**result.as_dict(), "plot": plot and str(plot)})
+    if json_ or csv_ == STDOUT:
         return
-    print_rows(result)
-    if len(result.samples) <= MAX_SAMPLES:
-        for name, text in result.samples.items():
-            tables.panel(f"sample of {name}", text)
-    if outputs.plot is not None:
-        console.out(f"plot: {outputs.plot}")
-
-
-def print_rows(result: Comparison) -> None:
-    """Print the table, the gain of the GPT, and a sparkline per run."""
     columns, rows = table_of(result)
     tables.table(columns, rows, title=f"{result.title}: loss on {result.scored_on}")
     if "std" in columns:
         console.out_sentence(
             "seconds, nats/char: means over seeds; std: standard deviation (n - 1)"
         )
-    for sentence in comparison.conclusions(result):
+    if isinstance(result, Ladder):
+        print_ladder(result)
+    else:
+        print_conclusions(result)
+    if plot is not None:
+        console.out(f"plot: {plot}")
+    if result.folder is not None and not isinstance(result, Ladder):
+        console.out(f"the runs are in {result.folder}; next:")
+        alone = [row for row in result.rows if row.run and row.parameters is not None]
+        if len(alone) > len(MODELS):
+            alone = [min(alone, key=lambda row: row.nats_per_char)]
+        for row in alone:
+            console.out(f"  chargpt sample {quoted(row.run)}")
+
+
+def write_csv(result: Comparison, path: Path) -> None:
+    """Write a row for each run and baseline, with the keys of `--json`."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row.as_dict() for row in result.rows)
+    if path == STDOUT:
+        console.out_text(text.getvalue())
+    else:
+        write_output(path, text.getvalue().encode())
+
+
+def print_conclusions(result: Comparison) -> None:
+    """Print the gain of the best, a sparkline per run, and samples."""
+    for sentence in conclusions(result):
         console.out_sentence(sentence)
     if result.curves:
         console.out("validation during training, on all or a part of the split:")
@@ -336,95 +289,51 @@ def print_rows(result: Comparison) -> None:
             step, lowest = min(points, key=lambda point: point[1])
             rise = f", last {last:.3f}" if last > lowest + MIN_RISE else ""
             console.out(f"{name:18} {line} {first:.3f} -> {lowest:.3f} at step {step:,}{rise}")
+    if len(result.samples) <= MAX_SAMPLES:
+        for name, text in result.samples.items():
+            tables.panel(f"sample of {name}", text)
 
 
 def table_of(result: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return the columns and the rows of the table; of several seeds their means and deviations."""
-
-    def cell(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    groups = result.groups.values()
+    rows, has_seeds = [], False
+    for group in result.groups.values():
+        nats, bits, perplexity = loss_cells(group.loss.value)
+        cells = {"nats/char": nats, "bits/char": bits, "perplexity": perplexity}
+        numbers = {
+            "parameters": (group.rows[0].parameters, "{:,}"),
+            "seconds": (group.seconds, "{:,.1f}"),
+            "std": (group.std, "{:.4f}"),
+            "95% CI": (group.loss.margin, "± {:.4f}"),
+        }
+        for name, (value, form) in numbers.items():
+            cells[name] = "-" if value is None else form.format(value)
+        rows.append({"model": group.model} | cells)
+        has_seeds |= len(group.rows) > 1
     columns = ["model", "parameters", "seconds", "nats/char", "bits/char", "perplexity"]
-    rows = [
-        [
-            group.model,
-            cell(group.rows[0].parameters, ","),
-            cell(group.seconds, ",.1f"),
-            *loss_cells(group.loss.value),
-        ]
-        for group in groups
-    ]
-    if any(len(group.rows) > 1 for group in groups):  # names fit in 80 columns without perplexity
-        columns[-2:] = ["std", columns[-2]]
-        for row, group in zip(rows, groups, strict=True):
-            row[-2:] = [cell(group.std, ".4f"), row[-2]]
-    return columns, rows
-
-
-def compare_rungs(runs: TextRuns, outputs: Outputs) -> None:
-    """Train the rungs with progress bars, draw them, and print the table or the JSON."""
-    trainings = ladder_trainings(runs.request.resolved[0], runs.n_seeds)
-    with runs.open("ladder", [training.folder for training in trainings]) as (config, folder, text):
-        run = partial(run_session, has_plan=False)  # which is that of all rungs
-        ladder = run_ladder(
-            config, folder, text, runs.n_seeds, run, split=runs.split, resume=runs.resume
-        )
-    plot = outputs.plot or folder / "ladder.svg"
-    plots.save(plots.ladder(ladder), plot)
-    rows = (row.as_dict() for result in ladder.results for row in result.rows)
-    outputs.write_csv(itertools.chain(ladder.baseline_rows, rows))
-    if outputs.json:
-        console.out_json({**ladder.as_dict(), "plot": str(plot)})
-    if outputs.has_table:
-        print_ladder(ladder)
-        console.out(f"plot: {plot}")
+    if has_seeds:  # names fit in 80 columns without perplexity
+        columns[-2:] = ["std", "bits/char"]
+    if isinstance(result, Ladder):
+        columns = ["model", "parameters", "nats/char", "bits/char", "95% CI", "seconds"]
+    return columns, [[row[column] for column in columns] for row in rows]
 
 
 def print_ladder(ladder: Ladder) -> None:
-    """Print the ladder as a table, the gain of each rung, and its sample."""
-    rows = [
-        [name, "-", *loss_cells(nats)[:2], "-", "-"]
-        for losses in (ladder.ngrams, ladder.compressor_losses)
-        for name, nats in losses.items()
-    ]
-    for result in ladder.results:
-        cells = [f"{result.rows[0].parameters:,}", *loss_cells(result.loss.value)[:2]]
-        margin = "-" if result.loss.margin is None else f"± {result.loss.margin:.4f}"
-        rows.append([result.model, *cells, margin, f"{result.seconds:.1f}"])
-    words = comparison.SPLIT_WORDS[ladder.split]
-    tables.table(
-        ["model", "parameters", "nats/char", "bits/char", "95% CI", "seconds"],
-        rows,
-        title=f"{ladder.title}: loss on the first {ladder.characters:,} {words} "
-        f"characters{ladder.origin}, protocol blocks",
-    )
+    """Print the gain of each rung, and its sample."""
+    adds = {training.model: training.adds for training in ladder.trainings}
+    head, gpt = (ladder.gain_over_bigram(rung).describe_as_gain() for rung in (ONE_HEAD, GPT))
     sentences = [
-        f"{result.model}: {describe_gain(result.gain)} ({result.rung.adds})"
-        for result in ladder.results
-        if result.gain is not None
+        *(
+            f"{name}: {gain.describe_as_gain()} ({adds[name]})"
+            for name, gain in ladder.gains.items()
+        ),
+        f"one scaled attention head: {head} than the bigram; gpt: {gpt} than the bigram",
+        *undertrained(ladder.groups),
+        "compressors: the size of both splits together minus that of the training split",
     ]
-    sentences.append(
-        f"one scaled attention head: {describe_gain(ladder.attention_gain)} than the bigram; "
-        f"gpt: {describe_gain(ladder.total_gain)} than the bigram"
-    )
-    first = ladder.results[0]
-    note = undertrained({first.model: first.loss.value, **ladder.ngrams})
-    if note is not None:
-        sentences.append(note)
-    if ladder.compressor_losses:
-        sentences.append(
-            "compressors: the size of both splits together minus that of the training split"
-        )
-    if len(first.nats) > 1:
-        sentences.append(comparison.PLUS_MINUS_OF_SEEDS)
+    if any(len(group.rows) > 1 for group in ladder.groups.values()):
+        sentences.append(PLUS_MINUS_OF_SEEDS)
     console.out_sentence("\n".join(sentences))
-    for result in ladder.results:
-        text = " / ".join(result.sample[:MAX_SAMPLE].split("\n"))
-        console.out_sentence(f"-- {result.model} --\n{text}")
-
-
-def describe_gain(gain: Estimate) -> str:
-    """Return a gain as `0.1234 ± 0.0123 nats per character lower`."""
-    absolute = Estimate(abs(gain.value), gain.margin)
-    return f"{absolute} nats per character {'lower' if gain.value >= 0 else 'higher'}"
+    for name, sample in ladder.samples.items():
+        text = " / ".join(sample[:MAX_SAMPLE].split("\n"))
+        console.out_sentence(f"-- {name} --\n{text}")
