@@ -7,9 +7,8 @@ import math
 import os
 import platform
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -150,38 +149,18 @@ def release_memory() -> None:
         libc.malloc_trim(0)
 
 
-_shared: dict[object, list[Any]] = {}  # number of blocks, and the context that they share
-_sharing = threading.RLock()  # the garbage collector may end a block within another's begin
-
-
-@contextlib.contextmanager
-def shared(key: object, make: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Enter a context of the whole process once for blocks that overlap, in whatever order.
-
-    Blocks of several threads, or of generators, end in another order than they began: each would
-    restore what it found, which may be what another has set.
-    """
-    with _sharing:
-        entry = _shared.setdefault(key, [0, None])
-        entry[0] += 1
-        if entry[0] == 1:
-            entry[1] = make()
-            entry[1].__enter__()
-    try:
-        yield
-    finally:
-        with _sharing:
-            entry[0] -= 1
-            if not entry[0]:
-                del _shared[key]
-                entry[1].__exit__(None, None, None)
-
-
-def one_blas_thread() -> AbstractContextManager[None]:
+def one_blas_thread() -> AbstractContextManager[object]:
     """Return a context in which the BLAS uses one thread."""
-    from threadpoolctl import threadpool_limits  # training does not need it
+    context: AbstractContextManager[object] = _libraries().limit(limits=1, user_api="blas")
+    return context
 
-    return shared(threadpool_limits, functools.partial(threadpool_limits, 1, user_api="blas"))
+
+@functools.cache
+def _libraries() -> Any:
+    """Return the libraries with threads, which take 0.5 ms to find."""
+    from threadpoolctl import ThreadpoolController  # training does not need it
+
+    return ThreadpoolController()
 
 
 def choose_threads(max_threads: int) -> int:

@@ -6,28 +6,29 @@ program's logging sends them.
 
 import logging
 import re
-import shlex
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from chargpt.errors import ChargptError
 
 logger = logging.getLogger("chargpt")
 
+VALUE = r"""(?:'[^']*'|"[^"]*"|[^\s;,()'"`]|,(?=\w))+"""  # a word, quoted for a shell if need be
 # from the options that messages name to the arguments of Python, in this order
 ARGUMENTS = {
     r"--resume with a text and --out": "start='new or resume'",
+    r"--resume (?=--out)": "start='new or resume' ",
     r"--resume\b": "start='resume'",
     r"--force\b": "start='replace'",
-    r"--encoding-errors (\w+)": r"settings={'text.encoding_errors': '\1'}",
     r"--unknown skip or replace": "unknown='skip' or 'replace'",
-    r"--(encoding|budget) (?!and\b|or\b|plans\b)([\w-]+)": r"\1='\2'",
-    r"--from ([^\s;,)]+)": r"from_run='\1'",
-    r"--mixture\b": "chargpt.with_mixture",
-    r"--(out|budget|encoding|unknown|device)\b(?!-)": r"\1=",
-    r"-c\b": "config=",
+    r"--encoding-errors ": "-s text.encoding_errors=",
+    r"--from ": "--from_run ",
+    r"--text ": "--path ",
 }
+NAMES = "out|budget|encoding|unknown|device|from_run|path"  # of arguments like their options
+FUNCTIONS = "train|sample|evaluate|score|compare"
 
 
 @contextmanager
@@ -79,41 +80,33 @@ def in_python(message: str) -> str:
 
     Commands that have no function stay as they are, such as `chargpt data get`.
     """
-    functions = "train|sample|evaluate|score|compare"
-    message = re.sub(rf"(`|\n  )chargpt ({functions})\b([^`\n]*)`?", _call, message)
-    setting = r"-s [\w.]+=(?:'[^']*'|[^\s;,)'`]+)"
-    message = re.sub(rf"(?<![\w-]){setting}(?: {setting})*", _settings, message)
-    for option, argument in ARGUMENTS.items():
-        message = re.sub(rf"(?<![\w-]){option}", argument, message)
-    return message
 
+    def value(word: str) -> str:
+        content = re.sub(r"""'([^']*)'|"([^"]*)\"""", r"\1\2", word)
+        is_code = re.fullmatch(r"[\d.e-]+|[A-Z]+", content)
+        return "None" if word == "null" else content if is_code else repr(content)
 
-def _call(command: re.Match[str]) -> str:
-    """Return the call of a command; options but `-s` and words in capitals are its arguments."""
-    begin, function, rest = command.groups()
-    plain, named, name = list[str](), list[str](), ""
-    try:
-        words = shlex.split(rest)
-    except ValueError:  # a path that is not quoted
-        return command[0]
-    for word in words:
-        if word == "--resume":
-            named.append(f"start='{'new or resume' if '--out' in words else 'resume'}'")
-        elif word.startswith("--"):
-            name = {"from": "from_run", "text": "path"}.get(word[2:], word[2:]) + "="
-        else:
-            value = word if word.isupper() else repr(word)
-            (named if name else plain).append(name + value)
-            name = ""
-    arguments = f"({', '.join(plain + named)})" if words else ""
-    return f"{begin}chargpt.{function}{arguments}{begin.strip()}"
+    def argument(option: re.Match[str]) -> str:
+        return f"{option[1]}={value(option[2]) if option[2] else ''}"
 
+    def settings(options: re.Match[str]) -> str:
+        pairs = re.findall(rf"-s ([\w.]+)=({VALUE})", options[0])
+        return f"settings={{{', '.join(f'{key!r}: {value(word)}' for key, word in pairs)}}}"
 
-def _settings(options: re.Match[str]) -> str:
-    """Return the argument `settings` for one or several `-s KEY=VALUE`."""
-    pairs = [pair.split("=", 1) for pair in options[0].removeprefix("-s ").split(" -s ")]
-    values = {
-        key: "None" if value == "null" else value if re.match(r"[\d'A-Z]", value) else repr(value)
-        for key, value in pairs
+    def call(command: re.Match[str]) -> str:
+        begin, function, rest = command.groups()
+        words = re.findall(rf"settings={{.*?}}|\w+={VALUE}|{VALUE}", rest)
+        words = [word if re.match(r"\w+=", word) else value(word) for word in words]
+        words.sort(key=lambda word: "=" in word)  # the text or run comes first
+        arguments = f"({', '.join(words)})" if words else ""
+        return f"{begin}chargpt.{function}{arguments}{begin.strip()}"
+
+    setting = rf"-s [\w.]+={VALUE}"
+    rules: dict[str, Any] = {
+        **ARGUMENTS,
+        rf"{setting}(?: {setting})*": settings,
+        rf"--({NAMES})\b(?: ({VALUE}))?": argument,
     }
-    return f"settings={{{', '.join(f'{key!r}: {value}' for key, value in values.items())}}}"
+    for option, replacement in rules.items():
+        message = re.sub(rf"(?<![\w-]){option}", replacement, message)
+    return re.sub(rf"(`|\n  )chargpt ({FUNCTIONS})\b([^`\n]*)`?", call, message)

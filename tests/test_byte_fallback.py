@@ -61,7 +61,7 @@ def test_sampled_texts_have_their_length_and_no_broken_character() -> None:
     run = noisy_run(TOKENIZER)
     options = SampleConfig(length=25, num_samples=200, temperature=2.0, seed=1)
     steps = stream_pieces(run.model, TOKENIZER, TOKENIZER.encode("€"), options)
-    texts = ["".join(pieces) for pieces in zip(*steps, strict=True)]
+    texts = ["".join(each.text for each in pieces) for pieces in zip(*steps, strict=True)]
     assert {len(text) for text in texts} == {25}
     rare = set("".join(texts)) - set(TOKENIZER.characters)
     assert len(rare) > 100
@@ -73,11 +73,11 @@ def test_sampled_texts_have_their_length_and_no_broken_character() -> None:
 def test_a_stop_string_of_rare_characters_ends_a_text() -> None:
     run = noisy_run(TOKENIZER)
     options = SampleConfig(length=300, temperature=2.0, seed=1)
-    text = "".join(piece for (piece,) in stream_pieces(run.model, TOKENIZER, [], options))
+    text = "".join(piece.text for (piece,) in stream_pieces(run.model, TOKENIZER, [], options))
     stop = next(c for c in text if ord(c) > 0x800)
     stopped = options.model_copy(update={"stop": (stop,)})
     pieces = stream_pieces(run.model, TOKENIZER, [], stopped)
-    assert "".join(piece for (piece,) in pieces) == text[: text.index(stop)]
+    assert "".join(piece.text for (piece,) in pieces) == text[: text.index(stop)]
 
 
 @pytest.mark.parametrize("protocol", ["blocks", "sliding"])

@@ -81,7 +81,7 @@ REFUSALS = [
     (
         "train TEXT --budget 9s -s train.max_steps=5",
         2,
-        "--budget and train.max_steps both",
+        "a budget and train.max_steps both",
         "drop one",
     ),
     # runs that exist
@@ -95,7 +95,7 @@ REFUSALS = [
     ("train --resume RUN", 2, "has done all its 40 steps", "train.max_steps"),
     ("train --resume RUN -s train.max_steps=30", 2, "has done all its 40 steps", ""),
     ("train --resume RUN -s seed=3", 2, "seed cannot change", ""),
-    ("train --resume RUN -c gpt", 2, "keeps its text and settings", "drop -c"),
+    ("train --resume RUN -c gpt", 2, "keeps its text and settings", "drop the config"),
     ("train --resume RUN --budget 9s -s train.max_steps=9", 2, "both say how long", "drop one"),
     # sample
     ("sample", 2, "no run under runs/", "train one with `chargpt train`"),

@@ -28,7 +28,7 @@ from chargpt.cli import sample as cli_sample
 from chargpt.config import SampleConfig
 from chargpt.errors import ConfigError, OperationError, UnknownCharacterError
 from chargpt.inference import generation
-from chargpt.inference.decoders import NumpyDecoder
+from chargpt.inference.decoders import ModelDecoder, NumpyDecoder
 from chargpt.inference.evaluation import evaluate
 from chargpt.inference.generation import sample, stream, stream_pieces, stream_run
 from chargpt.models.ngram import BigramLM
@@ -44,7 +44,12 @@ def continuations(model, prompt="", tokenizer=NO_NEWLINE, sequence_ids=None, **o
     steps = stream_pieces(
         model, tokenizer, tokenizer.encode(prompt), settings, sequence_ids=sequence_ids
     )
-    return ["".join(pieces) for pieces in zip(*steps, strict=True)]
+    return join(steps)
+
+
+def join(steps):
+    """Return the texts of the pieces of all steps."""
+    return ["".join(piece.text for piece in pieces) for pieces in zip(*steps, strict=True)]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 12])
@@ -160,7 +165,8 @@ def test_without_a_newline_the_first_character_is_sampled_from_the_unigram():
     def firsts(counts, **options):
         chosen = SampleConfig(**{"length": 1, "num_samples": 1000, "seed": 3, **options})
         unigram = None if counts is None else lambda: counts
-        return next(stream_pieces(model, NO_NEWLINE, [], chosen, unigram=unigram))
+        step = next(stream_pieces(model, NO_NEWLINE, [], chosen, unigram=unigram))
+        return [piece.text for piece in step]
 
     pieces = firsts(counts, temperature=1)
     assert set(pieces) == {"c", "f"}
@@ -318,7 +324,7 @@ def test_a_stopped_stream_yields_empty_pieces_until_all_have_stopped():
     plain = continuations(model, num_samples=3, length=200)
     options = SampleConfig(length=200, seed=5, temperature=1, num_samples=3, stop=("a",))
     steps = list(stream_pieces(model, NO_NEWLINE, NO_NEWLINE.encode(""), options))
-    texts = ["".join(pieces) for pieces in zip(*steps, strict=True)]
+    texts = join(steps)
     assert texts == [text[: text.index("a")] for text in plain]
     assert len(steps) == max(map(len, texts)) + 1 < 200
     assert len(set(map(len, texts))) > 1
@@ -338,18 +344,6 @@ def test_non_finite_logits_are_reported(value):
         continuations(model, "d")
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_sampling_is_without_dropout_and_restores_the_mode(training):
-    model = noisy_model(dropout=0.5).train(training)
-    assert continuations(model, "a") == continuations(noisy_model(), "a")
-    assert model.training is training
-    pieces = stream_pieces(model, NO_NEWLINE, NO_NEWLINE.encode("a"), SampleConfig(length=9))
-    next(pieces)
-    assert torch.is_inference_mode_enabled() is False
-    pieces.close()
-    assert model.training is training
-
-
 TEXT = "no newline here"
 
 
@@ -362,8 +356,7 @@ def test_a_sample_is_the_prompt_and_its_continuation(make_run):
     run = make_run(TEXT)
     options = run.config.sample.model_copy(update={"prompt": "here", "num_samples": 2})
     texts = sample(run, options)
-    followed = zip(*stream_run(run, options), strict=True)
-    assert texts == ["here" + "".join(pieces) for pieces in followed]
+    assert texts == ["here" + text for text in join(stream_run(run, options))]
     assert [len(text) for text in texts] == [24, 24]
     assert (type(texts[0].text), texts[0].text) == (str, texts[0])
     assert sample(run, prompt="here", num_samples=2) == texts
@@ -375,9 +368,7 @@ def test_a_sample_is_the_prompt_and_its_continuation(make_run):
 
 
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0.3, "top_k": 3}])
-def test_the_surprisal_of_a_sample_is_what_the_model_assigns_to_what_was_sampled(
-    filters, make_run, monkeypatch
-):
+def test_the_surprisal_of_a_sample_is_what_the_model_assigns_to_what_was_sampled(filters, make_run):
     run = make_run(TEXT)
     texts = sample(run, prompt="here", num_samples=3, length=8, **filters)
     stop = texts[0][9:11]
@@ -390,9 +381,6 @@ def test_the_surprisal_of_a_sample_is_what_the_model_assigns_to_what_was_sampled
         bits = -log_probs.gather(1, tokens[4:, None]).mean() / math.log(2)
         assert text.surprisal == pytest.approx(float(bits), rel=1e-4)
     assert texts[0].finished is False
-    monkeypatch.setattr(generation, "SLICE_SECONDS", 0)  # other steps are added up together
-    again = sample(run, prompt="here", num_samples=3, length=8, **filters)
-    assert [each.surprisal for each in again] == pytest.approx([each.surprisal for each in texts])
     half = sample(run, length=9, is_stopped=lambda: True)[0]
     assert half.surprisal == pytest.approx(sample(run, length=1)[0].surprisal)
 
@@ -415,24 +403,33 @@ def test_the_memory_of_a_sampled_character_is_that_of_its_text(make_run, capsys,
     assert 100 <= len(kept) <= 200
 
 
-@pytest.mark.parametrize("n_streams", [1, 2])
-def test_streams_restore_the_blas_and_the_models_mode_in_whatever_order_they_end(
-    n_streams, monkeypatch
+@pytest.mark.parametrize("training", [True, False])
+def test_sampling_is_without_dropout_and_restores_mode_and_blas_between_steps(
+    training, monkeypatch
 ):
     def blas_threads():
         return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
 
+    def step(decoder, tokens):
+        assert (blas_threads(), decoder.model.training) == ({1}, False)
+        return real(decoder, tokens)
+
+    real = ModelDecoder.step
+    monkeypatch.setattr(ModelDecoder, "step", step)
     monkeypatch.setattr(generation, "SLICE_SECONDS", 0)
-    model, ids = noisy_model(dropout=0.5, attention="average").train(), NO_NEWLINE.encode("a")
-    expected = continuations(noisy_model(attention="average"), "a")[0]
+    model = noisy_model(dropout=0.5, attention="average").train(training)
+    expected = continuations(noisy_model(attention="average"), "a")
     options = SampleConfig(length=40, seed=5, temperature=1)
     with threadpool_limits(2, user_api="blas"):
-        streams = [stream_pieces(model, NO_NEWLINE, ids, options) for _ in range(n_streams)]
-        texts = [next(pieces)[0] for pieces in streams]
-        for pieces, text in zip(streams, texts, strict=True):
-            assert (blas_threads(), model.training) == ({1}, False)
-            assert text + "".join(piece for (piece,) in pieces) == expected
-        assert (blas_threads(), model.training) == ({2}, True)
+        streams = [
+            stream_pieces(model, NO_NEWLINE, NO_NEWLINE.encode("a"), options) for _ in range(2)
+        ]
+        steps = [[next(pieces)] for pieces in streams]
+        for first, pieces in zip(steps, streams, strict=True):
+            assert (blas_threads(), model.training) == ({2}, training)
+            assert torch.is_inference_mode_enabled() is False
+            assert join([*first, *pieces]) == expected
+        assert (blas_threads(), model.training) == ({2}, training)
 
 
 def test_threads_decode_one_at_a_time_and_get_the_same_texts_beside_an_evaluation(

@@ -26,7 +26,7 @@ from chargpt.cli import console, options, runs, tables
 from chargpt.cli.main import catch_signals
 from chargpt.config import Config, SampleConfig, TextConfig, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, Stopped, TextError
-from chargpt.inference.generation import Sample, new_sample, stream_run
+from chargpt.inference.generation import Piece, Sample, new_sample, stream_run
 from chargpt.inference.generation import sample as sample_texts
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Place
@@ -368,7 +368,7 @@ def print_stream(run: Run, config: Config, *ended_by: type[BaseException]) -> Sa
         config: instead of the run's.
         ended_by: exceptions that end the text, not the command.
     """
-    prompt, text = config.sample.prompt, ""
+    prompt, text, piece = config.sample.prompt, "", Piece()
     pieces = stream_run(run, config.sample, unknown=config.text.unknown)
     # CR and LF of one line end may be in two pieces
     shown = io.IncrementalNewlineDecoder(None, translate=sys.stdout.isatty())
@@ -376,15 +376,15 @@ def print_stream(run: Run, config: Config, *ended_by: type[BaseException]) -> Sa
     try:
         with suppress(*ended_by):
             for (piece,) in pieces:
-                console.out_text(shown.decode(piece))
-                text += piece
+                console.out_text(shown.decode(piece.text))
+                text += piece.text
                 if len(text) > 2 * MAX_KEPT:
                     prompt, text = "", text[-MAX_KEPT:]
     except (KeyboardInterrupt, Stopped):  # what is written stays, as a line
         console.out("")
         raise
     console.out_text(shown.decode("", final=True), "\n")
-    return new_sample(prompt, text, pieces.ended[0], pieces.surprisals()[0])
+    return new_sample(prompt, text, piece.ended, piece.surprisal)
 
 
 def measure(corpus: Corpus, texts: list[Sample], caught: list[int]) -> OverlapReport | None:

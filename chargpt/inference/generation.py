@@ -21,8 +21,7 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Never
@@ -44,7 +43,6 @@ from chargpt.text.tokenizer import CharTokenizer, Floats, Ints, Tokens, UnknownP
 MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of sequences that are sampled together
 UNIFORMS_CHUNK = 256  # positions whose uniform numbers are computed together
 MIN_TEMPERATURE = 1e-100  # dividing differences of logits by it does not overflow
-MAX_LOGITS = 10_000  # of steps whose surprisal is computed together
 SLICE_SECONDS = 0.005  # that a thread decodes before others may
 
 # Threads that decode at once take turns at Python's lock within every small operation of numpy,
@@ -132,8 +130,7 @@ def sample(
 
     Returns:
         `num_samples` strings, each the prompt and its continuation without stop strings, with the
-        attributes of `Sample`: `text`, `continuation`, `ended`, `finished` and `surprisal`. They
-        do not depend on what other threads sample meanwhile.
+        attributes of `Sample`. They do not depend on what other threads sample meanwhile.
 
     Raises:
         ConfigError: a setting is unknown or invalid.
@@ -155,13 +152,15 @@ def sample(
         steps = stream_run(run, chosen, unknown=unknown, sequence_ids=sequence_ids)
         for n_steps, step in enumerate(steps, 1):
             for text, piece in zip(texts, step, strict=True):
-                text.write(piece)
+                text.write(piece.text)
             done = first * chosen.length + min(n_steps, chosen.length) * len(sequence_ids)
-            on_progress(first + sum(map(bool, steps.ended)) if ends_early else done, total)
+            n_ended = first + sum(bool(piece.ended) for piece in step)
+            on_progress(n_ended if ends_early else done, total)
             if is_stopped():
                 break
-        for text, ended, bits in zip(texts, steps.ended, steps.surprisals(), strict=True):
-            samples.append(new_sample(chosen.prompt, text.getvalue(), ended or "stopped", bits))
+        for text, (_, ended, surprisal) in zip(texts, step, strict=True):
+            written = text.getvalue()
+            samples.append(new_sample(chosen.prompt, written, ended or "stopped", surprisal))
         if is_stopped():
             break
     return samples
@@ -196,14 +195,11 @@ def stream(
     given = locals()
     run = as_run(run)
     chosen = _with_changes(run, options, {**given, "num_samples": 1})
-    return (piece for (piece,) in stream_run(run, chosen, unknown=unknown) if piece)
+    return (piece.text for (piece,) in stream_run(run, chosen, unknown=unknown) if piece.text)
 
 
 def _with_changes(run: Run, options: SampleConfig | None, given: Mapping[str, Any]) -> SampleConfig:
-    """Return the options, by default the run's, with the settings among the arguments `given`.
-
-    The seed is a random one if none is set.
-    """
+    """Return the options, by default the run's, with the settings among the arguments `given`."""
     if isinstance(options, str):
         raise ConfigError(f"give the prompt by name, as in sample(run, prompt={options[:20]!r})")
     if "mixture" in given["others"]:
@@ -211,89 +207,30 @@ def _with_changes(run: Run, options: SampleConfig | None, given: Mapping[str, An
     reject_keywords(given["others"], SampleConfig.model_fields)
     config = run.config.model_copy(update={"sample": options or run.config.sample})
     named = {key: given[key] for key in SampleConfig.model_fields if given[key] is not OF_THE_RUN}
-    values = {f"sample.{key}": value for key, value in named.items()}
-    chosen = config.with_values(values).sample
-    return chosen.model_copy(update={"seed": _seed_of(chosen)})
+    return config.with_values({f"sample.{key}": value for key, value in named.items()}).sample
+
+
+class Piece(NamedTuple):
+    """What a token adds to the text of its sequence, and what a `Sample` that ends here records.
+
+    The text is one character; while a stop string may be beginning it is empty, and afterwards
+    several characters. It is also empty while byte tokens spell a character, and after the end of
+    the sequence until all others have ended.
+    """
+
+    text: str = ""
+    ended: Ended = ""
+    surprisal: float = math.nan
 
 
 class _Step(NamedTuple):
-    """One token of each sequence."""
+    """A token of each of N sequences."""
 
-    pieces: list[str]  # N
-    ended: list[Ended]  # N
+    texts: list[str]
+    ended: list[Ended]
+    has_token: list[bool]  # whether it is part of the sequence
     tokens: Tokens  # (N,)
     logits: Floats  # that they were sampled from, (N, V)
-
-
-class Pieces(Iterator[list[str]]):
-    """The texts of N sequences, without the prompt, as one list of N pieces a step.
-
-    A piece is one character; while a stop string may be beginning it is empty, and afterwards
-    several characters. It is also empty while byte tokens spell a character. A sequence that
-    reached its length, a stop string or the end of a document yields empty pieces until all have.
-
-    Steps are decoded ahead for up to `SLICE_SECONDS`: one thread decodes at a time, and none while
-    its pieces are used.
-
-    Attributes:
-        ended: how each sequence has ended after the last step returned, N words.
-    """
-
-    def __init__(self, tokenizer: CharTokenizer, steps: Generator[_Step], n: int) -> None:
-        self.ended: list[Ended] = [""] * n
-        self._tokenizer = tokenizer
-        self._steps = steps
-        self._ahead: deque[_Step] = deque()
-        self._returned: list[_Step] = []  # not yet in these sums
-        self._bits, self._n_characters = np.zeros(n), np.zeros(n)
-        self._had_ended = np.zeros(n, dtype=bool)  # at the last step in them
-
-    def __next__(self) -> list[str]:
-        if not self._ahead:
-            if self._returned and len(self._returned) * self._returned[0].logits.size > MAX_LOGITS:
-                self._add_bits()
-            with _decoding:
-                end = time.perf_counter() + SLICE_SECONDS
-                for step in self._steps:
-                    self._ahead.append(step)
-                    if time.perf_counter() > end:
-                        break
-        if not self._ahead:
-            raise StopIteration
-        step = self._ahead.popleft()
-        self._returned.append(step)
-        self.ended = step.ended
-        return step.pieces
-
-    def close(self) -> None:
-        """End sampling before its end; the model's mode is restored."""
-        self._steps.close()
-
-    def surprisals(self) -> list[float]:
-        """Return the `surprisal` of each sequence's `Sample` after the last step returned."""
-        self._add_bits()
-        with np.errstate(invalid="ignore"):
-            surprisals: list[float] = (self._bits / self._n_characters).tolist()
-        return surprisals
-
-    def _add_bits(self) -> None:
-        """Add the surprisal of the tokens of many steps at once: one by one takes far longer."""
-        if not self._returned:
-            return
-        ended = np.array([step.ended for step in self._returned])  # (steps, N)
-        is_counted = np.vstack((self._had_ended, ended[:-1] != "")) == 0
-        if self._tokenizer.eos_token:  # the token after a document of full length is not part of it
-            is_counted &= ended != "length"
-        self._had_ended = ended[-1] != ""
-        tokens = np.stack([step.tokens for step in self._returned])
-        logits = np.stack([step.logits for step in self._returned])  # (steps, N, V)
-        self._returned.clear()
-        logits -= np.maximum.reduce(logits, axis=-1, keepdims=True)
-        chosen = np.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-        nats = np.log(np.exp(logits).sum(axis=-1)) - chosen  # (steps, N)
-        self._bits += np.where(is_counted, nats, 0).sum(axis=0) / math.log(2)
-        is_first = tokens < self._tokenizer.first_continuation_id  # byte of its character
-        self._n_characters += (is_counted & is_first).sum(axis=0)
 
 
 def stream_run(
@@ -302,8 +239,8 @@ def stream_run(
     *,
     unknown: UnknownPolicy | None = None,
     sequence_ids: Sequence[int] | None = None,
-) -> Pieces:
-    """Return the pieces of the continuations that `sample` returns.
+) -> Iterator[list[Piece]]:
+    """Return the pieces of the continuations that `sample` returns, one of each in every step.
 
     Errors of the arguments are those of `sample`, raised at once.
     """
@@ -331,11 +268,14 @@ def stream_pieces(
     *,
     sequence_ids: Sequence[int] | None = None,
     unigram: Callable[[], Ints] | None = None,
-) -> Pieces:
-    """Return the pieces of the texts that continue a prompt.
+) -> Iterator[list[Piece]]:
+    """Yield the pieces of N texts that continue a prompt, one of each in every step.
+
+    Steps are decoded ahead for up to `SLICE_SECONDS`: one thread decodes at a time, and none while
+    its pieces are used. Meanwhile the model is in its own mode.
 
     Args:
-        model: used on its device in evaluation mode; its mode is restored at the end.
+        model: used on its device in evaluation mode.
         tokenizer: of the model.
         prompt_ids: tokens to continue, (T,). If empty, the text starts after the EOS token or a
             newline, or if the vocabulary has none, with a character sampled from `unigram`.
@@ -348,7 +288,31 @@ def stream_pieces(
     """
     ids = range(options.num_samples) if sequence_ids is None else sequence_ids
     steps = _decode(model, tokenizer, prompt_ids, options, ids, unigram)
-    return Pieces(tokenizer, steps, len(ids))
+    nats, n_characters = np.zeros((1, len(ids))), np.zeros((1, len(ids)))  # up to each step
+    while True:
+        ahead: list[_Step] = []
+        # threads of the BLAS spin while they wait: on a busy machine they slow a decode step
+        with _decoding, eval_mode(model), one_blas_thread():
+            end = time.perf_counter() + SLICE_SECONDS
+            for step in steps:
+                ahead.append(step)
+                if time.perf_counter() > end:
+                    break
+        if not ahead:
+            return
+        # of all steps at once: in each it would cost a tenth of the speed
+        is_own, tokens = (np.stack([step[n] for step in ahead]) for n in (2, 3))  # (steps, N)
+        logits = np.stack([step.logits for step in ahead])  # (steps, N, V)
+        logits -= np.maximum.reduce(logits, axis=-1, keepdims=True)
+        own_logits = np.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+        each = np.where(is_own, np.log(np.exp(logits).sum(axis=-1)) - own_logits, 0)
+        nats = nats[-1] + np.cumsum(each, axis=0)
+        is_first = is_own & (tokens < model.first_continuation_id)
+        n_characters = n_characters[-1] + np.cumsum(is_first, axis=0)
+        with np.errstate(invalid="ignore"):  # NaN before the first character
+            bits = nats / (math.log(2) * n_characters)
+        for step, surprisals in zip(ahead, bits.tolist(), strict=True):
+            yield list(map(Piece, step.texts, step.ended, surprisals))
 
 
 def _decode(
@@ -358,39 +322,38 @@ def _decode(
     options: SampleConfig,
     ids: Sequence[int],
     unigram: Callable[[], Ints] | None,
-) -> Generator[_Step]:
+) -> Iterator["_Step"]:
     """Yield the steps of `stream_pieces` for the sequences `ids`."""
     prompt = np.asarray(prompt_ids).astype(np.int64)[-model.block_size :]
     prompt = prompt[np.argmax(prompt < model.first_continuation_id) :] if prompt.size else prompt
     if not prompt.size:
         prompt = tokenizer.encode(tokenizer.bos_text).astype(np.int64)
     sequences = [_SampledText(tokenizer, options) for _ in ids]
-    # threads of the BLAS spin while they wait: on a busy machine they slow a decode step
-    with eval_mode(model), one_blas_thread():
-        cache = model.new_cache(1)
-        first = np.zeros(tokenizer.vocab_size)  # logits of the first token, (V,)
-        if prompt.size:
-            with torch.inference_mode():
-                last = model(torch.from_numpy(prompt)[None].to(model.device), cache)[0, -1]
-                first = last.float().cpu().numpy()
-        elif unigram is not None:
-            with suppress(ChargptError), np.errstate(divide="ignore"):  # the text may be deleted
-                first = np.log(unigram())
-        decoder = build_decoder(model, len(ids), cache, max_threads=os.cpu_count() or 1)
-        logits = np.tile(first.astype(np.float64), (len(ids), 1))  # (N, V)
-        valid, states = tokenizer.valid_tokens, np.zeros(len(ids), dtype=np.int64)
-        is_restricted = not valid.allowed.all()
-        for numbers in uniforms(_seed_of(options), ids):
-            allowed = valid.allowed[states] if is_restricted else None
-            tokens = sample_tokens(filter_probs(logits, options, allowed), numbers)  # (N,)
-            pairs = zip(sequences, tokens.tolist(), strict=True)
-            pieces = [sequence.push(token) for sequence, token in pairs]
-            ended = [sequence.ended for sequence in sequences]
-            yield _Step(pieces, ended, tokens, logits)
-            if all(ended):
-                return
-            states = valid.next_state[states, tokens]
-            logits = decoder.step(tokens).astype(np.float64)
+    cache = model.new_cache(1)
+    first = np.zeros(tokenizer.vocab_size)  # logits of the first token, (V,)
+    if prompt.size:
+        with torch.inference_mode():
+            last = model(torch.from_numpy(prompt)[None].to(model.device), cache)[0, -1]
+            first = last.float().cpu().numpy()
+    elif unigram is not None:
+        with suppress(ChargptError), np.errstate(divide="ignore"):  # the text may be deleted
+            first = np.log(unigram())
+    decoder = build_decoder(model, len(ids), cache, max_threads=os.cpu_count() or 1)
+    logits = np.tile(first.astype(np.float64), (len(ids), 1))  # (N, V)
+    valid, states = tokenizer.valid_tokens, np.zeros(len(ids), dtype=np.int64)
+    is_restricted = not valid.allowed.all()
+    seed = secrets.randbits(63) if options.seed is None else options.seed
+    for numbers in uniforms(seed, ids):
+        allowed = valid.allowed[states] if is_restricted else None
+        tokens = sample_tokens(filter_probs(logits, options, allowed), numbers)  # (N,)
+        pairs = zip(sequences, tokens.tolist(), strict=True)
+        texts = [sequence.push(token) for sequence, token in pairs]
+        ended = [sequence.ended for sequence in sequences]
+        yield _Step(texts, ended, [sequence.has_token for sequence in sequences], tokens, logits)
+        if all(ended):
+            return
+        states = valid.next_state[states, tokens]
+        logits = decoder.step(tokens).astype(np.float64)
 
 
 class _SampledText:
@@ -403,14 +366,17 @@ class _SampledText:
         self.remaining = options.length  # characters
         self.buffer = ""
         self.ended: Ended = ""
+        self.has_token = False  # whether the last token is part of it
 
     def push(self, token: int) -> str:
         """Append a token; return the characters that cannot belong to a stop string."""
+        self.has_token = not self.ended
         if self.ended:
             return ""
         character = self.read(token)
         if not self.remaining:  # of a document, whose end may be the next token
             self.ended = "document" if character == self.eos_token else "length"
+            self.has_token = self.ended == "document"
         if self.ended or not character:
             return ""
         self.remaining -= 1
@@ -432,11 +398,6 @@ class _SampledText:
         end = min(starts, default=len(self.buffer))
         piece, self.buffer = self.buffer[:end], self.buffer[end:]
         return piece
-
-
-def _seed_of(options: SampleConfig) -> int:
-    """Return the seed of the settings, a random one if they have none."""
-    return secrets.randbits(63) if options.seed is None else options.seed
 
 
 def filter_probs(

@@ -9,15 +9,14 @@ S = cached tokens including the new ones, K = capacity, D = head size.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.device import require_memory, shared
+from chargpt.device import require_memory
 from chargpt.errors import TextError
 from chargpt.text.tokenizer import Tokens
 
@@ -170,19 +169,17 @@ class LanguageModel(nn.Module, ABC):
         return sum(p.numel() for p in self.parameters())
 
 
-def eval_mode(model: LanguageModel) -> AbstractContextManager[None]:
-    """Return a context in which a model is in evaluation mode; its mode is restored afterwards."""
-    return shared(model, partial(_eval_mode, model))
-
-
 @contextmanager
-def _eval_mode(model: LanguageModel) -> Iterator[None]:
-    was_training = model.training
+def eval_mode(model: LanguageModel) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore its mode afterwards."""
+    if not model.training:  # going through its modules takes as long as a decode step
+        yield
+        return
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        model.train()
 
 
 def count_parameters(config: ModelConfig, vocab_size: int) -> int:

@@ -312,23 +312,20 @@ class RunFolder:
         return folder
 
     def copy_to(self, copy: "RunFolder", best_step: int | None) -> None:
-        """Add single files, best checkpoint and text to a copy that has the last checkpoint.
+        """Add all but the other checkpoints to a copy that has the last one, and the metrics.
 
         What the disk has no room for is left out.
         """
+
+        def ignore(folder: str, names: list[str]) -> set[str]:
+            is_outer = Path(folder) == self.checkpoints
+            return {*names} - {name_of(best_step or 0)} if is_outer else {LOCK}
+
         with suppress(OSError):
-            for name in set(RUN_FILES).intersection(entry_names(self.path)):
-                shutil.copyfile(self.path / name, copy.path / name)
+            shutil.copytree(self.path, copy.path, ignore=ignore, dirs_exist_ok=True)
+        with suppress(OSError):
             copy.metrics.unwritten = self.metrics.unwritten
             copy.metrics.append()
-            best = name_of(best_step or 0)
-            if exists(self.checkpoints / best):
-                link_files(self.checkpoints / best, copy.checkpoints / best)
-            if self.has_text():
-                (copy.path / NEW).mkdir()
-                link_files(self.path / TEXT, copy.new_text)
-                copy.adopt_text()
-                (copy.path / NEW).rmdir()
 
     def create_from_weights(
         self,

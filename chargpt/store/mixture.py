@@ -104,7 +104,7 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
     if isinstance(run.model, GPT) and run.config.text.mixture_characters and not has_mixture(run):
         raise RunError(
             f"{path} is missing: it was deleted, or training was stopped before it was written; "
-            "train the run to its end, or use the run without --mixture"
+            "train the run to its end, or use the run without its mixture"
         )
     if not has_mixture(run) or not isinstance(run.model, GPT):
         raise RunError(
@@ -129,7 +129,7 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
     except MALFORMED as error:
         reason = str(error).partition("\n")[0]
         raise RunError(
-            f"{path} cannot be used ({reason:.200}); use the run without --mixture"
+            f"{path} cannot be used ({reason:.200}); use the run without its mixture"
         ) from None
     if fingerprint.tobytes() != run.fingerprint():
         has_newer_best = step < (run.state.best_step or 0)  # that of an unfinished run

@@ -304,17 +304,19 @@ class Learner:
         )
         prompt = tokenizer.encode(tokenizer.eos_token + options.prompt, unknown="replace")
         with self.with_ema_weights():
-            pieces = stream_pieces(
+            steps = stream_pieces(
                 self.model,
                 tokenizer,
                 prompt,
                 options,
                 unigram=lambda: self.corpus.token_counts("train"),
             )
-            texts = ["".join(each) for each in zip(*pieces, strict=True)]
+            sequences = list(zip(*steps, strict=True))
         return "\n".join(
-            options.prompt + text + end_sign(ended, tokenizer.eos_token)
-            for text, ended in zip(texts, pieces.ended, strict=True)
+            options.prompt
+            + "".join(piece.text for piece in pieces)
+            + end_sign(pieces[-1].ended, tokenizer.eos_token)
+            for pieces in sequences
         )
 
     # -- weights ----------------------------------------------------------------------------

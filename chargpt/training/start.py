@@ -27,14 +27,7 @@ from chargpt.distributed import (
     is_main_rank,
     world_size,
 )
-from chargpt.errors import (
-    ConfigError,
-    OperationError,
-    RunError,
-    Stopped,
-    TextError,
-    UnsavedError,
-)
+from chargpt.errors import ConfigError, OperationError, RunError, Stopped, TextError, UnsavedError
 from chargpt.files import exists, quoted
 from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
@@ -106,7 +99,7 @@ class Request:
         Raises:
             ConfigError: an argument applies only to a new run.
         """
-        given = {"-c": self.config, "the text": self.text}
+        given = {"the config": self.config, "the text": self.text}
         if self.out is not None:  # else the path is that of the run
             given["the path"] = self.path
         if names := " and ".join(name for name, value in given.items() if value is not None):
@@ -159,10 +152,10 @@ def deadline_of(
     """
     if "train.max_steps" in fixed_keys:
         raise ConfigError(
-            "--budget and train.max_steps both say how long to train; drop one of them"
+            "a budget and train.max_steps both say how long to train; drop one of them"
         )
     if world_size() > 1:
-        raise ConfigError("--budget plans for one process; give train.max_steps instead")
+        raise ConfigError("a budget plans for one process; give train.max_steps instead")
     return Deadline.from_budget(parse_duration(budget), started)
 
 
@@ -196,16 +189,11 @@ class Session:
                 step.
             UnsavedError: the last checkpoint is not in the run's folder.
         """
-        ends = False  # by `on_report`
-
-        def should_stop(report: StepReport) -> bool:
-            nonlocal ends
-            ends = on_report(report) is True
-            return ends or bool(caught)
-
         try:
             with deferred_signals(on_signal) as caught:
-                yield from self.trainer.steps(self.pace, should_stop)
+                yield from self.trainer.steps(
+                    self.pace, lambda report: on_report(report) is True or bool(caught)
+                )
         except UnsavedError:
             while (failure := self.trainer.save_failure) is not None:
                 asked = time.perf_counter()
@@ -215,9 +203,9 @@ class Session:
                     self._save_copy(failure)
                     raise
                 self.trainer.save()
-        is_early = self.trainer.stopped_by == "signal"  # maybe on another rank only
-        ends = is_early and self.trainer.group.all_reduce_any(ends)
-        if caught or (is_early and not ends):
+        is_early = self.trainer.stopped_by == "signal"  # or by `on_report`
+        is_caught = is_early and self.trainer.group.all_reduce_any(bool(caught))
+        if is_caught or caught:  # maybe on another rank only
             raise Stopped(caught[0] if caught else signal.SIGTERM, is_saved=True)
 
     def _save_copy(self, failure: str) -> None:
