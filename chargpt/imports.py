@@ -72,7 +72,7 @@ def import_huggingface(folder: Path, out: Path) -> Path:
         if config.model.kind != "gpt":
             raise ValueError("it holds no GPT")
         tokenizer = CharTokenizer.from_json(origin["tokenizer"], str(folder / ORIGIN))
-        state = RunState.from_json(origin["state"].encode())
+        state = replace(RunState.from_json(origin["state"].encode()), corpus_key=None)  # no text
         limit = max_weight_bytes(config.model, tokenizer.vocab_size)
         require_memory(2 * min(limit, path.lstat().st_size), str(path))  # bytes, and then tensors
         theirs = load_safetensors(read_regular(path, limit))

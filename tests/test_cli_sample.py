@@ -196,3 +196,20 @@ def test_samples_that_repeat_are_blank_or_the_same_are_said_with_what_helps(
     assert capfd.readouterr().err == ""
     say_flaws([new_sample("x", " " * 20 + "\n" * 21, "length")])
     assert "blank samples: 1 of 1" in capfd.readouterr().err
+
+
+def test_one_ctrl_d_ends_a_text_that_is_typed(trained: Path, tmp_path: Path) -> None:
+    terminal, other_end = pytest.importorskip("pty", reason="needs a terminal").openpty()
+    words = ("score", str(trained), "--device", "cpu")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "chargpt", *words],
+        cwd=tmp_path,
+        stdin=other_end,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "type the text; Ctrl-D ends it\n"
+    os.write(terminal, b"the sea and the light\n\x04")
+    assert "22 characters: " in process.communicate(timeout=60)[0]

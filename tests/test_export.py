@@ -435,6 +435,7 @@ def test_the_commands_say_what_they_wrote_and_how_it_was_checked(cli: Cli, tmp_p
     done = cli("import", "hf", "folder", "back")
     assert done.returncode == 0, done.stderr
     assert cli("sample", "back", "-n", "5").returncode == 0
+    assert "back was imported without its text; name one" in refusal(cli("evaluate", "back"))
     message = refusal(cli("train", "back", "--resume", "-s", "train.max_steps=9"))
     assert "--from" in message
     assert "back exists; delete it, or name another" in refusal(

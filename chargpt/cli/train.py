@@ -233,10 +233,7 @@ class StepView:
             f"{failure}; the weights are in memory: free some space and press Enter to save them, "
             "or q and Enter to save a copy of the run in the system's temporary folder"
         )
-        try:
-            answer = sys.stdin.readline()
-        except Stopped:
-            return False
+        answer = sys.stdin.readline()
         return answer.strip() != "q" and answer != ""
 
     def _detail(self, report: StepReport) -> str:

@@ -115,8 +115,8 @@ class Run:
         folder = RunFolder(self.folder)
         if self.state.corpus_key is None and not folder.has_text():
             raise RunError(
-                f"{self.folder} was imported without its text; import it again with --text, or "
-                "name a text where the command takes one"
+                f"{self.folder} was imported without its text; name one where the command takes "
+                f"it, as in `chargpt evaluate {self.folder} --text FILE`"
             )
         return folder.read_text(self.config.text, self.tokenizer)
 
@@ -138,8 +138,8 @@ def open_run(path: str | Path) -> RunFolder:
     path = Path(path)
     if path.is_file():
         raise RunError(
-            f"{path} is a file, not a run's folder; name the run first, then the text if the "
-            "command takes one, as in `chargpt score RUN FILE`"
+            f"{path} is a file, not a run; name the run's folder, such as "
+            f"{Path('runs', path.stem)}, and the text after it where the command takes one"
         )
     if is_run(path):
         return RunFolder(path)

@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 from itertools import chain, groupby, repeat, takewhile
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from chargpt.config import TextConfig
 from chargpt.errors import MissingTextError, TextError, most_similar
@@ -459,8 +459,8 @@ def copy_stdin(write: Callable[[bytes], object], max_bytes: int) -> None:
     """Copy standard input, which can be read only once; TextError if it is closed or too large."""
     if sys.stdin is None:
         raise TextError("standard input is closed; pipe a text in, or name a file")
-    size = 0
-    while content := sys.stdin.buffer.read(CHUNK_BYTES):
+    size, stream = 0, cast(io.BufferedIOBase, sys.stdin.buffer)
+    while content := stream.read1(CHUNK_BYTES):  # `read` needs two Ctrl-D on a terminal
         size += len(content)
         if size > max_bytes:
             raise TextError(f"standard input is over {max_bytes:,} bytes; give a shorter text")

@@ -209,12 +209,6 @@ def continued_config(saved: Checkpoint, config: Config) -> Config:
         FinishedError: all steps are done, or the run stopped early.
     """
     state, run = saved.state, saved.folder.parent.parent
-    if config.optim != saved.config.optim:
-        logger.warning(
-            f"the learning rates change at step {state.step:,}: the run can no longer be "
-            "reproduced from its config alone"
-        )
-    config = continue_schedule(saved.config, config, state.step)
     if state.stopped_early and config.train.patience == saved.config.train.patience:
         raise FinishedError(
             f"{run} stopped early at step {state.step}, as its validation loss no longer fell; let "
@@ -224,7 +218,12 @@ def continued_config(saved: Checkpoint, config: Config) -> Config:
         raise FinishedError(
             f"{run} has done all its {state.step} steps; give it more with -s train.max_steps=N"
         )
-    return config
+    if config.optim != saved.config.optim:
+        logger.warning(
+            f"the learning rates change at step {state.step:,}: the run can no longer be "
+            "reproduced from its config alone"
+        )
+    return continue_schedule(saved.config, config, state.step)
 
 
 def _on_this_machine(config: Config, saved: Checkpoint, changes: Mapping[str, object]) -> Config:

@@ -195,14 +195,17 @@ class Session:
                     self.pace, lambda report: on_report(report) is True or bool(caught)
                 )
         except UnsavedError:
-            while (failure := self.trainer.save_failure) is not None:
-                asked = time.perf_counter()
-                is_retry = wait_for_space(failure)
-                self.trainer.started += time.perf_counter() - asked  # waiting is no training time
-                if not is_retry:
-                    self._save_copy(failure)
-                    raise
-                self.trainer.save()
+            with suppress(KeyboardInterrupt, Stopped):  # which end the waiting
+                while (failure := self.trainer.save_failure) is not None:
+                    asked = time.perf_counter()
+                    is_retry = wait_for_space(failure)
+                    self.trainer.started += time.perf_counter() - asked  # this is no training
+                    if not is_retry:
+                        break
+                    self.trainer.save()
+            if (failure := self.trainer.save_failure) is not None:
+                self._save_copy(failure)
+                raise
         is_early = self.trainer.stopped_by == "signal"  # or by `on_report`
         is_caught = is_early and self.trainer.group.all_reduce_any(bool(caught))
         if is_caught or caught:  # maybe on another rank only
