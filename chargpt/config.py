@@ -34,14 +34,18 @@ RESERVED = tuple("%@`#*,]}")  # no YAML value begins with these
 MAX_PROBLEMS = 20  # listed in one message
 # What words of other tools mean here: the name of an option, keyword or setting, with the value if
 # it is not the one given, or a sentence with such names in braces; the first of several (|) that
-# applies.
+# applies. VALUE is what was given, and {RUN} or {TEXT} a command's first argument.
 OTHER_NAMES = {
     word: meant
     for words, meant in {
         "batch": "train.batch_size",
+        "checkpoint_path ckpt run": "from_run|{from=RUN} starts from the weights of a run, "
+        "--resume RUN continues it|give {RUN}",
         "context context_length seq_len": "model.block_size",
         "cpu": "device=cpu",
         "cuda gpu": "device=cuda",
+        "data dataset file input text": "path|text|{prompt=TEXT} or {prompt_file=FILE} is a prompt|"
+        "give {TEXT}",
         "dim d_model embd hidden_size": "model.n_embd",
         "epochs num_epochs num_train_epochs": "there are no epochs: give {train.max_steps=500} or "
         "{budget=10m}",
@@ -55,12 +59,14 @@ OTHER_NAMES = {
         "learning_rate": "optim.lr",
         "length_penalty": "there is no length penalty: {sample.length=300} gives the length",
         "max_length max_new_tokens max_tokens tokens": "sample.length",
-        "model": "config|give the run as the first argument",
+        "model": "config|give {RUN}",
         "n": "num_samples",
+        "name": "out=runs/VALUE",
         "nsamples num_return_sequences": "sample.num_samples",
         "output output_dir out_dir": "out|the result goes to standard output: add > FILE",
         "prefix start": "sample.prompt",
         "repetition_penalty": "there is no repetition penalty: {sample.temperature=1} repeats less",
+        "seeds": "num_samples|`chargpt compare TEXT --seeds VALUE` trains a model with each seed",
         "temp": "sample.temperature",
         "v verbose": "progress=true|there is no verbose mode: all messages are printed",
         "warmup_iters warmup_steps": "schedule.warmup",
@@ -510,13 +516,15 @@ def right_form(word: str, value: object, names: Collection[str], *, is_python: b
         word: an option with its dashes, or a keyword.
         value: what was given for it; of an option a word of the shell, "" if there is none.
         names: of the options, without dashes and with _ for -, or of the keywords. Those named
-            `set` and `settings` take any setting.
+            `set` and `settings` take any setting. A command's first argument is RUN or TEXT.
         is_python: whether to write keywords instead of options.
     """
 
     def write(meant: str) -> str:
         name, chosen = parse_override(meant) if "=" in meant else (meant, value)
         last, shown = name.rpartition(".")[2], f"{chosen!r:.60}" if is_python else chosen
+        if name.isupper():
+            return f"the {name.lower()} as the first argument" if name in names else ""
         if last in names:
             return f"{last}={shown}" if is_python else f"--{last.replace('_', '-')} {shown}"
         if name not in DEFAULTS or ("settings" if is_python else "set") not in names:
@@ -533,11 +541,12 @@ def right_form(word: str, value: object, names: Collection[str], *, is_python: b
         parts[1::2] = map(write, parts[1::2])
         if not all(parts[1::2]):
             continue
-        form = "".join(parts).rstrip()
+        form = "".join(parts).rstrip().replace("VALUE", str(value) or "VALUE")
         if is_sentence:
             return form
         given = f"{word}={value!r:.60}" if is_python else word
-        given += f" {value}" if value and not is_python and "=" not in meant else ""
+        uses_value = "=" not in meant or "VALUE" in meant
+        given += f" {value}" if value and uses_value and not is_python else ""
         return f"{given} is {form}" if near == plain else f"{given}: did you mean {form}?"
     return ""
 
@@ -587,7 +596,12 @@ def _problem(detail: Mapping[str, Any], origin: str, lines: Mapping[str, int]) -
         in_yaml = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
         message += f" (it is {in_yaml:.60})"
     if dotted in SWEPT and isinstance(value, str) and "," in value:
-        message += f"; `chargpt compare TEXT -s {dotted}={value:.60}` trains a model with each"
+        if isinstance(DEFAULTS[dotted], float) and re.fullmatch(r"0,\d+", value):
+            message += f"; write {value.replace(',', '.'):.60}"
+        elif re.fullmatch(r"\d+,|[\d,]+,0\d[\d,]*", value):
+            message += f"; write {value.replace(',', ''):.60}"
+        else:
+            message += f"; `chargpt compare TEXT -s {dotted}={value:.60}` trains a model with each"
     return f"{where}{key}{': ' if key else ''}{message}"
 
 

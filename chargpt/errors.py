@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import PurePath
 
-MIN_SIMILARITY = 0.75  # of names, from 0 to 1; below it a suggestion is more confusing than helpful
+MIN_SIMILARITY = 0.8  # of names, from 0 to 1; below it a suggestion is more confusing than helpful
 NOT_FINITE = "the model's loss is not finite: its weights are too large; use another checkpoint"
 
 

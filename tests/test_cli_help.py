@@ -28,7 +28,12 @@ from chargpt.cli.main import (
 
 
 def test_help_lists_of_texts_and_usage_errors_import_nothing_heavy(tmp_path: Path) -> None:
-    lines = ["--help", "sample -n 5 -h", *(f"{command} --help" for command in COMMANDS)]
+    lines = [
+        "--help",
+        "sample -n 5 -h",
+        "train -help",
+        *(f"{command} --help" for command in COMMANDS),
+    ]
     refused = ["data list", "eval x", "export .", "export --lr 1", "train --lr 1", "train a b"]
     code = (
         "import sys\n"

@@ -147,8 +147,14 @@ def compare(
             result = compare_runs(paths, device or "auto", console.show_progress, split)
     else:
         if len(paths) > 1:
-            no_run = next(path for path in paths if not is_run(path))
-            raise ConfigError(f"{no_run} is not a run; give one text, or only runs")
+            missing = [str(path) for path in paths if not path.exists()]
+            remedy = "give one text, or only runs"
+            if models and missing and set(missing) <= set(MODELS):
+                remedy = f"write --models {','.join([models, *missing])}"
+            cause = f"{next(path for path in paths if not is_run(path))} is not a run"
+            if missing:
+                cause = f"there is no file or folder {', '.join(missing)}"
+            raise ConfigError(f"{cause}; {remedy}")
         request = Request(
             path=texts[0] if texts else None,
             config=config or ("ladder" if ladder else None),

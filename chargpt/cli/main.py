@@ -38,6 +38,11 @@ from chargpt.errors import ChargptError, DeviceError, Stopped
 # exception are right in both.
 ClickException: Any = typer.BadParameter.__mro__[2]
 INTERRUPTED = 130  # some of its versions return this exit code after Ctrl-C, others raise `Abort`
+DASHES = "([–—−])[–—−-]*(?=[a-zA-Z])"  # in place of -, at the start of an option
+# what a space or a forgotten -s has split: a setting's key and value, or a duration
+SPLIT_SETTING = r" (?:-s|--set) ([\w.]+)(?: =?|= ) ?([^-\s]\S*)"
+BARE_SETTING = r" (?<!-s )(?<!--set )([a-z_][\w.]*)=(\S+)"
+SPLIT_BUDGET = r" --budget ([\d.]+) ([smh])"
 HELP_PAGES = Path(__file__).parent / "help"  # written by scripts/write_help_pages.py
 HELP_COLUMNS = 80
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")  # the last is Ctrl-Break of Windows
@@ -121,20 +126,37 @@ class LazyGroup(TyperGroup):
     """A group that imports a command when it is called, not when it is listed."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if not ctx.resilient_parsing and args[0] not in COMMANDS:
-            reject_command(ctx, args)
-        elif not ctx.resilient_parsing and (page := help_text(args[0])):
-            check_usage(ctx, page, *args)
+        if not ctx.resilient_parsing:
+            reject_dashes(ctx, args)
+            if args[0] not in COMMANDS:
+                reject_command(ctx, args)
+            elif page := help_text(args[0]):
+                check_usage(ctx, page, *args)
         name, _, remaining = super().resolve_command(ctx, args)
         return name, name and load_command(name), remaining
+
+
+def reject_dashes(context: Any, words: list[str]) -> None:
+    """Raise if an option begins with a dash that is no -, as some editors write it."""
+    for before, word, following in zip(["", *words], words, [*words[1:], "-"], strict=False):
+        # what follows an option may be a prompt that begins with a dash
+        dashes = re.match(DASHES, word)
+        if dashes and before[:1] != "-" and not os.path.exists(word):
+            name = word[dashes.end() :]
+            form = f"{'--' if name[1:2].isalpha() else '-'}{name}"
+            has_value = "=" not in name and not re.match(f"-|{DASHES}", following)
+            form = shlex.join([form, following] if has_value else [form])
+            context.fail(f"{dashes[1]} is no -: write {form}")
 
 
 def reject_command(context: Any, words: list[str]) -> None:
     """Raise if a command is one of other tools, or a text or a run in its place."""
     word, *following = words
     form = OTHER_COMMANDS.get(word, "")
+    is_run = os.path.isdir(os.path.join(words[-1], "checkpoints"))
+    if word == "info" and is_run:
+        form = "report {}"
     if not form and os.path.exists(word):
-        is_run = os.path.isdir(os.path.join(word, "checkpoints"))
         form, following = "sample {}" if is_run else "train {}", words
     if form:
         form = form.format(shlex.join(following)).strip()
@@ -147,7 +169,7 @@ def check_usage(parent: Any, page: str, name: str, *words: str) -> None:
     Print the page and exit if it is asked for, and the terminal is wide enough.
     """
     subcommands = re.findall(r"(?m)^  (\w+)", page.partition("\nCommands:\n")[2])
-    asks_for_help = {"--help", "-h"} & set(words[:1] if subcommands else words)
+    asks_for_help = {"--help", "-h", "-help"} & set(words[:1] if subcommands else words)
     if asks_for_help or (subcommands and not words):
         if console.terminal_width(sys.stdout) >= HELP_COLUMNS:
             console.out(page.rstrip())
@@ -161,6 +183,8 @@ def check_usage(parent: Any, page: str, name: str, *words: str) -> None:
             remedy = extra_remedy(name, extra, words)
             context.fail(f"Got unexpected extra argument(s) ({shown}){remedy and f'; {remedy}'}")
     elif words[0] not in subcommands:
+        if OTHER_COMMANDS.get(words[0], "").startswith(f"{name} "):
+            reject_command(parent, list(words))
         names = ", ".join(subcommands)
         parent.fail(f"No such command {words[0]!r}: one of {names} follows `chargpt {name}`")
 
@@ -174,6 +198,14 @@ def extra_remedy(name: str, extra: list[str], words: Sequence[str]) -> str:
         is_prompt = i > 0 and words[i - 1] in ("-p", "--prompt")
         if whole.startswith(f"{word} ") and (is_prompt or os.path.exists(whole)):
             return f"what has spaces needs quotes: {shlex.quote(whole)}"
+    if name == "train":
+        line = f" {' '.join(words)}"
+        if match := re.search(SPLIT_SETTING, line) or re.search(BARE_SETTING, line):
+            config = import_module("chargpt.config")
+            if form := config.right_form(*match.groups(), ("set", "budget")):
+                return str(form)
+        if match := re.search(SPLIT_BUDGET, line):
+            return f"write --budget {match[1]}{match[2]}"
     is_file = any(map(os.path.isfile, extra))
     if name == "train" and re.fullmatch(r"\d+[smh]?", extra[0]):
         return "-s train.max_steps=500 or --budget 10m says how long to train"
@@ -293,9 +325,21 @@ def _describe_usage(error: Any, words: Sequence[str]) -> str:
     """Return the sentence about an error in a command line, with what to write instead."""
     message = textwrap.shorten(_in_own_words(error), 240, placeholder=" ...")
     context = getattr(error, "ctx", None)
+    if message.endswith("does not take a value"):
+        is_run = error.option_name == "--resume"
+        remedy = "`chargpt train --resume RUN` resumes a run" if is_run else "drop the value"
+        return f"{error.option_name} takes no value: {remedy}"
     if context and type(error).__name__ == "NoSuchOption":
+        message = error.message
+        after = [i for i, word in enumerate(words) if word in COMMANDS]
+        if context.parent is None and after:
+            line = shlex.join([*words[after[0] :], *words[1 : after[0]]])
+            return f"options follow their command: write `chargpt {line}`"
         flags = [flag for each in context.command.params for flag in each.opts]
         names = {flag[2:].replace("-", "_") for flag in flags if flag[:2] == "--"}
+        usage = help_text(context.info_name).partition("\n")[0]
+        argument = usage.partition("[OPTIONS] ")[2].partition(" ")[0]
+        names |= set(re.findall(r"[A-Z]+", argument.upper()))
         name = error.option_name  # of `-lr`, it is `-l`
         pairs = itertools.pairwise([*words, "-"])
         written, following = next((pair for pair in pairs if pair[0].startswith(name)), (name, "-"))
