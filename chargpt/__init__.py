@@ -65,18 +65,19 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'chargpt' has no attribute {name!r}")
     found = getattr(import_module(_MODULES[name]), name)
     if not isinstance(found, type):
-        found = _with_argument_names(found)
+        found = _with_argument_checks(found)
     globals()[name] = found
     return found
 
 
-def _with_argument_names(function: Any) -> Any:
-    """Return a function whose errors and notes name its arguments instead of options."""
+def _with_argument_checks(function: Any) -> Any:
+    """Return a function that checks its arguments, and names them in errors instead of options."""
+    from chargpt.config import with_checks
     from chargpt.log import arguments_named
 
-    named = wraps(function)(arguments_named()(function))
-    named.__module__ = "chargpt"  # where pickle finds it
-    return named
+    checked = wraps(function)(arguments_named()(with_checks(function)))
+    checked.__module__ = "chargpt"  # where pickle finds it
+    return checked
 
 
 def __dir__() -> list[str]:

@@ -10,10 +10,11 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -23,6 +24,7 @@ from pydantic import (
     PositiveInt,
     ValidationError,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -84,6 +86,7 @@ MESSAGES = {  # by pydantic's error type, where its own message is in Python's w
     "string_pattern_mismatch": "expected one of auto, cpu, cuda, cuda:N, mps",
     "model_type": "expected a section with `key: value` lines",
     "tuple_type": "expected a list",
+    "callable_type": "expected a function",
     "missing": "expected a pair",
     "too_long": "expected a pair",
 }
@@ -555,8 +558,38 @@ def reject_keywords(given: Mapping[str, object], known: Collection[str]) -> None
     """Raise ConfigError for a keyword that is not known, with what it is here."""
     for name, value in given.items():
         if name not in known:
+            if name == "mixture" and "run" in known:
+                raise ConfigError("there is no mixture=; give chargpt.with_mixture(run) as the run")
             form = right_form(name, value, known, is_python=True)
             raise ConfigError(form or f"{name} is not an argument; there are {', '.join(known)}")
+
+
+def with_checks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that raises ConfigError for an unknown keyword or a wrong argument.
+
+    By its signature, these are checked: integers (at least 1; a seed at least 0), literals and
+    functions.
+    """
+    parameters, fields = signature(function).parameters, dict[str, Any]()
+    for name, hint in get_type_hints(function).items():
+        kinds = get_args(hint | None)
+        if int in kinds:
+            fields[name] = (hint, Field(None, ge=0 if name == "seed" else 1, lt=2**63))
+        elif {get_origin(kind) or kind for kind in kinds} <= {Callable, Literal, type(None)}:
+            fields[name] = (hint, None)
+    model = create_model("Arguments", __base__=Settings, **fields)
+
+    def call(*args: Any, **given: Any) -> Any:
+        reject_keywords(given, parameters)
+        named = {**dict(zip(parameters, args, strict=False)), **given}
+        try:
+            values = model.model_validate({key: named[key] for key in fields if key in named})
+        except ValidationError as error:
+            problems = [_problem(detail, "", {}) for detail in error.errors()]
+            raise ConfigError("; ".join(problems)) from None
+        return function(*args, **{**given, **{key: each for key, each in values if key in given}})
+
+    return call
 
 
 def validate(
@@ -613,10 +646,14 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return a shipped config (by name) or a YAML file (by path) as a dict, and its keys' lines."""
+def read_config_tree(
+    source: str | os.PathLike[str] | Config,
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return what a shipped config (by name), YAML file or Config sets, and its keys' lines."""
+    if isinstance(source, Config):
+        return source.model_dump(exclude_unset=True), {}
     shipped = shipped_configs()
-    path = shipped.get(str(source), Path(source))
+    path = shipped.get(str(source), Path(str(source)))
     if not os.path.isfile(path):  # unlike Path.is_file, False for invalid names
         near = most_similar(str(source), shipped)
         hint = f"did you mean {near}?" if near else f"the shipped ones are {', '.join(shipped)}"
@@ -630,12 +667,13 @@ def read_config_tree(source: str | os.PathLike[str]) -> tuple[dict[str, Any], di
 
 
 def load_config(
-    config: str | os.PathLike[str] = "gpt", settings: Mapping[str, object] | None = None
+    config: str | os.PathLike[str] | Config = "gpt",
+    settings: Mapping[str, object] | None = None,
 ) -> Config:
     """Return the Config that `train` uses of a config and settings, if no budget plans it.
 
     Args:
-        config: a shipped config's name, such as `gpt` or `bigram`, or a YAML file.
+        config: a shipped config's name, such as `gpt` or `bigram`, a YAML file, or a Config.
         settings: by dotted keys, as in {"train.max_steps": 500}; they take precedence.
 
     Raises:
@@ -658,21 +696,22 @@ def require_settings(settings: Mapping[str, object] | None) -> dict[str, object]
 
 
 def merge_settings(
-    source: str | os.PathLike[str] | None,
+    source: str | os.PathLike[str] | Config | None,
     values: Mapping[str, object],
     defaults: Mapping[str, object] | None = None,
 ) -> tuple[Config, frozenset[str]]:
     """Return a Config, and the dotted keys of the settings that the file or `values` fix.
 
     Args:
-        source: a shipped config's name or a path; None: the shipped `gpt`, which fixes nothing.
+        source: a shipped config's name, a path or a Config; None: the shipped `gpt`, which fixes
+            nothing.
         values: by dotted key; they take precedence.
         defaults: by dotted key, for settings that the file omits.
 
     Raises:
         ConfigError: naming every invalid setting and its line.
     """
-    origin = "gpt" if source is None else str(source)
+    origin = "gpt" if source is None else source
     file_tree, lines = read_config_tree(origin)
     fixed_keys = set(values)
     tree: dict[str, Any] = {}
@@ -697,7 +736,7 @@ def merge_settings(
         for key, line in lines.items()
         if not any(f"{key}.".startswith(each) or each.startswith(f"{key}.") for each in replaced)
     }
-    return validate(tree, origin, lines), frozenset(fixed_keys)
+    return validate(tree, str(origin), lines), frozenset(fixed_keys)
 
 
 def parse_override(written: str) -> tuple[str, object]:

@@ -22,6 +22,7 @@ ARGUMENTS = {
     r"--resume (?=--out)": "start='new or resume' ",
     r"--resume\b": "start='resume'",
     r"--force\b": "start='replace'",
+    r"--models\b": "models",
     r"--unknown skip or replace": "unknown='skip' or 'replace'",
     r"--encoding-errors ": "-s text.encoding_errors=",
     r"--from ": "--from_run ",

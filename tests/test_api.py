@@ -129,6 +129,10 @@ def test_an_interrupt_lets_the_step_end_saves_and_can_be_resumed(
         ("sample", {"n": 3}, "n=3 is num_samples=3"),
         ("sample", {"max_new_tokens": 9}, "max_new_tokens=9 is length=9"),
         ("stream", {"temp": 1}, "temp=1 is temperature=1"),
+        ("sample", {"temprature": 1}, "temprature=1: did you mean temperature=1?"),
+        ("evaluate", {"max_chars": 9}, "max_chars=9: did you mean max_characters=9?"),
+        ("compare", {"steps": 3}, "steps=3 is settings={'train.max_steps': 3}"),
+        ("load_config", {"lr": 0.1}, "lr=0.1 is settings={'optim.lr': 0.1}"),
     ],
 )
 def test_a_keyword_of_other_tools_is_rejected_with_the_one_here(
@@ -192,6 +196,37 @@ def test_compare_takes_what_train_takes_or_runs(verse: Path, tmp_path: Path) -> 
     }
 
 
+def test_compare_trains_several_values_and_seeds_and_reports(verse: Path) -> None:
+    settings = {**TINY, "train.max_steps": [1, 2], "text.test_fraction": 0.1}
+    steps = list[int]()
+    compared = chargpt.compare(
+        verse,
+        settings=settings,
+        device="cpu",
+        seeds=2,
+        split="test",
+        on_report=lambda report: steps.append(report.step),
+    )
+    assert steps == [*(0, 1) * 2, *(0, 1, 2) * 2]
+    trained = {name: group for name, group in compared.groups.items() if group.is_run}
+    assert {name: [row.seed for row in group.rows] for name, group in trained.items()} == {
+        "max_steps=1": [1337, 1338],
+        "max_steps=2": [1337, 1338],
+    }
+    assert {row.evaluation.split for row in trained["max_steps=1"].rows} == {"test"}
+
+
+def test_a_config_stands_for_its_name(verse: Path, tmp_path: Path) -> None:
+    settings = {"train.max_steps": 2, "model.block_size": 16}
+    config = chargpt.load_config("bigram", settings)
+    runs = [
+        chargpt.train(verse, config=config, out=tmp_path / "a", device="cpu"),
+        chargpt.train(verse, config="bigram", settings=settings, out=tmp_path / "b", device="cpu"),
+    ]
+    assert runs[0].fingerprint() == runs[1].fingerprint()  # of the weights
+    assert chargpt.load_config(config, {"seed": 3}).model == config.model
+
+
 def test_a_report_that_is_answered_by_true_ends_training_after_its_step(
     verse: Path, tmp_path: Path
 ) -> None:
@@ -242,9 +277,12 @@ chargpt.evaluate(run, split="dev")  # wrong
 loss = chargpt.score(run, "It was", unknown="skip").bits_per_char
 chargpt.score(run, unknown="skip")  # wrong
 rows = chargpt.compare("novel.txt", config="gpt", budget=60, out="runs/b").rows
-rows += chargpt.compare([run, "runs/a"], device="cpu").rows
+rows += chargpt.compare([run, "runs/a"], device="cpu", split="test").rows
+rows += chargpt.compare("a", settings={"optim.lr": [0.1]}, seeds=3, on_report=stop).rows
 chargpt.compare("novel.txt", steps=3)  # wrong
 steps: int = chargpt.load_config("gpt", {"train.max_steps": 5}).train.max_steps
+chargpt.train("novel.txt", config=chargpt.load_config("bigram"))
+chargpt.evaluate(run, length=3)  # wrong
 chargpt.load_config("gpt", ["seed=1"])  # wrong
 losses = chargpt.load_run("runs/a", device="cpu").metrics["train"]["loss"].mean()
 """
@@ -560,7 +598,7 @@ def test_pieces_are_streamed_as_they_are_sampled(tiny_run: chargpt.Run) -> None:
     assert "The " + first + "".join(pieces) == text
     pieces = chargpt.stream(tiny_run, prompt="The ", length=20, seed=1, stop=[text[10:12]])
     assert all(pieces)  # none while a stop string is unfinished, nor one at it
-    with pytest.raises(ConfigError, match=r"heat is not an argument; there are prompt, length, "):
+    with pytest.raises(ConfigError, match=r"heat is not an argument; there are run, options, "):
         chargpt.stream(tiny_run, heat=1)
 
 
@@ -606,8 +644,25 @@ def test_runs_and_results_show_themselves_in_a_notebook(verse: Path, tmp_path: P
 def test_mistakes_in_a_call_are_said_in_a_sentence(tiny_run: chargpt.Run) -> None:
     api: Any = chargpt  # the calls are wrong also by their types
     for message, call in (
-        ("not one of blocks, sliding, nanogpt", lambda: api.evaluate(tiny_run, protocol="fast")),
-        ("not one of mixture, train, val, test", lambda: api.evaluate(tiny_run, "dev")),
+        (
+            "^protocol: expected 'blocks', 'sliding' or 'nanogpt'",
+            lambda: api.evaluate(tiny_run, protocol="fast"),
+        ),
+        ("^split: .*'val' or 'test' .it is 'dev'", lambda: api.evaluate(tiny_run, "dev")),
+        ("^split: .* 'val' or 'test'", lambda: api.compare([tiny_run], split="train")),
+        ("^unknown: .* 'error', ", lambda: api.score(tiny_run, "The", unknown="drop")),
+        ("at least 1 .it is 0", lambda: api.evaluate(tiny_run, max_characters=0)),
+        ("at least 1 .it is -5", lambda: api.evaluate(tiny_run, max_characters=-5)),
+        ("at least 0 .it is -1", lambda: api.evaluate(tiny_run, protocol="nanogpt", seed=-1)),
+        ("fractional part", lambda: api.evaluate(tiny_run, protocol="sliding", stride=0.5)),
+        ("expected a number .it is '10'", lambda: api.evaluate(tiny_run, max_characters="10")),
+        ("^seeds: expected at least 1", lambda: api.compare(text="a" * 99, seeds=0)),
+        ("expected a function .it is 3", lambda: api.train(on_report=3)),
+        ("expected a function .it is 'a'", lambda: api.sample(tiny_run, on_progress="a")),
+        ("^seeds and several values .* a budget", lambda: api.compare(budget=9, seeds=2)),
+        ("^models names no model", lambda: api.compare(models=" , ")),
+        ("no config .{'seed': 1}", lambda: api.load_config({"seed": 1})),
+        ("give only them", lambda: api.compare([tiny_run], models=["gpt"])),
         ("by name, as in sample", lambda: api.sample(tiny_run, "The ")),
         (r"give chargpt\.with_mixture\(run\) as", lambda: api.stream(tiny_run, mixture=True)),
         ("'force' is not one of 'new', 'resume'", lambda: api.train(start="force")),

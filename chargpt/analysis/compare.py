@@ -11,10 +11,10 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean, mean, stdev
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from chargpt.analysis.result import MIXTURE_LABEL, MIXTURE_SUFFIX, describe_gain, difference
-from chargpt.config import Config, load_config
+from chargpt.config import SWEPT, Config, load_config, require_settings
 from chargpt.errors import ConfigError, FinishedError, TextError
 from chargpt.files import exists
 from chargpt.inference.evaluation import (
@@ -48,10 +48,12 @@ from chargpt.training.resume import (
     load_latest,
 )
 from chargpt.training.start import Request, Session, output_folder, slug, start_run
+from chargpt.training.trainer import StepReport
 
 MODELS = ("bigram", "gpt")
 TRAINED = " (trained)"  # ends the name of a model that `compare` trains
 MAX_TOKENS = 300_000  # scored
+MAX_TRAININGS = 64
 MAX_BIGRAM_GAP = 0.1  # nats
 PLUS_MINUS = "±: twice the standard error of the difference"
 PLUS_MINUS_OF_SEEDS = (
@@ -62,6 +64,7 @@ T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 SPLIT_WORDS = {"val": "validation", "test": "test"}
 SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
 
+ScoredSplit = Literal["val", "test"]
 RunSession = Callable[[str, Session], None]
 # called with a unit and a label; its context yields a function of (done, total)
 ShowProgress = Callable[[str, str], AbstractContextManager[OnProgress]]
@@ -512,6 +515,46 @@ def trainings_of(
     return found
 
 
+def sweep_of(
+    config: Config,
+    models: Sequence[str] | None,
+    swept: Mapping[str, Mapping[str, object]],
+    n_seeds: int,
+) -> TrainingsOf:
+    """Return the function from a config to the runs of the models with each combination of values.
+
+    Args:
+        config: of the GPT, before a budget plans it.
+        models: of `MODELS`, a string if separated by commas; None: all, or of a sweep the config's
+            own.
+        swept: the values of each swept setting by dotted key, by how they are written.
+        n_seeds: number of seeds of each run.
+
+    Raises:
+        ConfigError: no model is named, or there are too many runs.
+    """
+    if models is None:
+        models = [config.model.kind] if swept else MODELS
+    elif isinstance(models, str):
+        models = models.split(",")
+    kinds = list(dict.fromkeys(kind.strip() for kind in models if kind.strip()))
+    if not kinds:
+        raise ConfigError("--models names no model; give bigram, gpt or both")
+    choices = [[(key, *each) for each in values.items()] for key, values in swept.items()]
+    sweep = {  # by a name without sections, such as `lr=0.01`
+        " ".join(f"{key.partition('.')[2]}={word}" for key, word, _ in chosen): {
+            key: value for key, _, value in chosen
+        }
+        for chosen in itertools.product(*choices)
+    }
+    if (n_trainings := len(sweep) * len(kinds) * n_seeds) > MAX_TRAININGS:
+        raise ConfigError(
+            f"these are {n_trainings:,} trainings, and a comparison has at most {MAX_TRAININGS}; "
+            "give fewer values, models or seeds"
+        )
+    return partial(trainings_of, models=kinds, sweep=sweep)
+
+
 def with_seeds(trainings: list[Training], n_seeds: int) -> list[Training]:
     """Return each run with consecutive seeds, from its config's own on."""
     if n_seeds == 1:
@@ -556,48 +599,69 @@ def compare(
     path: str | Path | Sequence[Run | str | Path] | None = None,
     *,
     text: str | None = None,
-    config: str | Path | None = None,
+    config: str | Path | Config | None = None,
     settings: Mapping[str, object] | None = None,
     budget: str | float | None = None,
     out: str | Path | None = None,
     device: str | None = None,
     encoding: str | None = None,
-    models: Sequence[str] = MODELS,
+    models: Sequence[str] | None = None,
+    seeds: int = 1,
+    split: ScoredSplit = "val",
     progress: bool = False,
+    on_report: Callable[[StepReport], object] = lambda _: None,
 ) -> Comparison:
     """Train baselines, a bigram and a GPT on a text and compare them, or compare existing runs.
 
-    All are evaluated on the same characters of the validation split, under the protocol `blocks`.
+    All are evaluated on the same characters of a split, under the protocol `blocks`.
 
     Args:
-        path: as for `train`; or a list of runs or their folders, of one text, to which `device`
-            applies, and nothing else.
+        path: as for `train`; or a list of runs or their folders, of one text, to which `device` and
+            `split` apply, and nothing else.
         text, config, settings, device, encoding: as for `train`; the config is that of the GPT, and
-            the other models share its text, steps and batch.
+            the other models share its text, steps and batch. Several values of a setting, as in
+            {"optim.lr": [0.01, 0.02]}, are a sweep: each combination is trained.
         budget: total time, in seconds or as in "3m", that the GPT's size and all models' steps fit.
         out: folder of the runs; each gets a folder with its model's name. By default a new one
             under runs/.
-        models: to train, of `bigram` and `gpt`.
+        models: to train, of `bigram` and `gpt`; by default both, or of a sweep the config's own.
+        seeds: number of consecutive seeds of each model.
+        split: `val` or `test`; checkpoints are chosen by `val`.
         progress: show a progress bar of each training on stderr.
+        on_report: as for `train`, of one training after another; once it returns True, the next
+            begins.
 
     Raises:
         ChargptError: a text, setting, folder or run is unusable, or the runs are of several texts.
         KeyboardInterrupt: training was interrupted.
     """
-    given = (text, config, settings, budget, out, encoding)
+    given = (text, config, settings, budget, out, encoding, models, None if seeds == 1 else seeds)
     if isinstance(path, Sequence) and not isinstance(path, str):
         if not path:
             raise ConfigError("there is no run to compare; name one or more")
         if any(each is not None for each in given):
-            raise ConfigError("existing runs are compared as they are; give only them and device=")
+            raise ConfigError("runs are compared as they are; give only them, device= and split=")
         folders = [each.folder if isinstance(each, Run) else Path(each) for each in path]
-        return compare_runs(folders, device or "auto")
-    request = new_request(path, text, config, settings, budget, out, device, encoding)
-    comparison = Comparison()
+        return compare_runs(folders, device or "auto", split=split)
+    settings = require_settings(settings)
+    swept = {
+        key: {str(value): value for value in values}
+        for key, values in settings.items()
+        if key in SWEPT and isinstance(values, list | tuple) and values
+    }
+    if budget is not None and (swept or seeds > 1):
+        raise ConfigError(
+            "seeds and several values of a setting do not apply to a budget, which plans one gpt; "
+            "drop the budget, and give train.max_steps"
+        )
+    firsts = {key: next(iter(values.values())) for key, values in swept.items()}
+    request = new_request(path, text, config, settings | firsts, budget, out, device, encoding)
+    comparison = Comparison(split)
     comparison.train(
         request,
-        partial(trainings_of, models=models),
-        lambda _, session: run_steps(session, progress),
+        sweep_of(request.resolved[0], models, swept, seeds),
+        lambda _, session: run_steps(session, progress, on_report),
+        seeds,
     )
     return comparison
 

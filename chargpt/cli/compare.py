@@ -2,13 +2,9 @@
 
 import csv
 import io
-import itertools
-import math
 import sys
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -17,10 +13,11 @@ from chargpt.analysis.compare import (
     MODELS,
     PLUS_MINUS_OF_SEEDS,
     Comparison,
+    ScoredSplit,
     TrainingsOf,
     compare_runs,
     conclusions,
-    trainings_of,
+    sweep_of,
     undertrained,
 )
 from chargpt.analysis.ladder import GPT, ONE_HEAD, Ladder, ladder_rungs
@@ -28,7 +25,7 @@ from chargpt.analysis.result import MIN_RISE, loss_cells
 from chargpt.cli import console, options, tables
 from chargpt.cli.main import catch_signals
 from chargpt.cli.train import LABEL, describe_plan, run_steps
-from chargpt.config import Config, parse_override, split_values
+from chargpt.config import parse_override, split_values
 from chargpt.errors import ConfigError, Stopped
 from chargpt.files import quoted, write_output
 from chargpt.store.folder import is_readable_run, is_run
@@ -36,15 +33,12 @@ from chargpt.training.start import Request, Session
 
 MAX_SAMPLE = 150  # characters of a rung's sample
 MAX_SAMPLES = 4  # printed
-MAX_TRAININGS = 64
 SPARKS = 16  # columns of a sparkline, so that its line fits 80
 STDOUT = Path("-")
 CSV_COLUMNS = (
     *("model", "seed", "nats_per_char", "bits_per_char", "perplexity", "parameters", "seconds"),
     *("step", "run"),
 )
-
-ScoredSplit = Literal["val", "test"]
 
 
 def compare(
@@ -113,7 +107,11 @@ def compare(
     if json_ and csv_ == STDOUT:
         raise ConfigError("--json and --csv - both print on stdout; name a file for the CSV")
     words = {word.partition("=")[0].strip(): split_values(word) for word in set_ or ()}
-    swept = {key: values for key, values in words.items() if len(values) > 1}
+    swept = {
+        key: {word.partition("=")[2]: parse_override(word)[1] for word in values}
+        for key, values in words.items()
+        if len(values) > 1
+    }
     sweeps = f"-s {next(iter(swept), '')}=A,B"
     if ladder:
         cause = "does not apply to --ladder, whose models are fixed"
@@ -173,32 +171,6 @@ def runs_in(path: Path) -> list[Path]:
     """Return the runs in a folder, such as `compare --out` makes; another path itself."""
     inside = [] if is_run(path) else [each for each in path.glob("*") if is_readable_run(each)]
     return sorted(inside) or [path]
-
-
-def sweep_of(
-    config: Config, models: str | None, swept: Mapping[str, list[str]], n_seeds: int
-) -> TrainingsOf:
-    """Return the function from a config to the runs of the models with each combination of values.
-
-    `swept` has several `KEY=VALUE` by key.
-    """
-    kinds = [config.model.kind] if swept else list(MODELS)
-    if models:
-        kinds = models.split(",")
-    kinds = list(dict.fromkeys(kind.strip() for kind in kinds if kind.strip()))
-    if not kinds:
-        raise ConfigError("--models names no model; give bigram, gpt or both")
-    n_trainings = math.prod(map(len, swept.values())) * len(kinds) * n_seeds
-    if n_trainings > MAX_TRAININGS:
-        raise ConfigError(
-            f"these are {n_trainings:,} trainings, and a comparison has at most {MAX_TRAININGS}; "
-            "give fewer values, models or seeds"
-        )
-    sweep = {  # by a name without sections, such as `lr=0.01`
-        " ".join(word.partition(".")[2] for word in words): dict(map(parse_override, words))
-        for words in itertools.product(*swept.values())
-    }
-    return partial(trainings_of, models=kinds, sweep=sweep)
 
 
 def train(

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -173,14 +173,10 @@ def evaluate(
 
     Raises:
         TextError: the text is missing, unreadable, too short, or contains unknown characters.
-        ConfigError: there is no such protocol or split, several texts are given, the stride is out
-            of range, or `max_characters` is given with `nanogpt`.
+        ConfigError: several texts are given, the stride is out of range, or `max_characters` is
+            given with `nanogpt`.
         OperationError: the loss is not finite.
     """
-    chosen = (("protocol", protocol, EvaluationProtocol), ("split", split, Split))
-    for name, value, choices in chosen:
-        if value not in get_args(choices):
-            raise ConfigError(f"{name} {value!r} is not one of {', '.join(get_args(choices))}")
     if sum(each is not None for each in (path, text, tokens)) > 1:
         raise ConfigError("give one of path, text and tokens: each is another text")
     if protocol == "nanogpt" and max_characters is not None:

@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Never
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from chargpt.config import SampleConfig, reject_keywords
+from chargpt.config import SampleConfig
 from chargpt.device import one_blas_thread
 from chargpt.errors import ChargptError, ConfigError, OperationError
 from chargpt.inference.decoders import build_decoder
@@ -111,7 +111,6 @@ def sample(
     unknown: UnknownPolicy | None = None,
     on_progress: Callable[[int, int], object] = lambda *_: None,
     is_stopped: Callable[[], bool] = lambda: False,
-    **others: Never,
 ) -> list[Sample]:
     """Generate texts with a trained model; that of `with_mixture(run)` is its mixture.
 
@@ -186,7 +185,6 @@ def stream(
     stop: Sequence[str] = OF_THE_RUN,
     seed: int | None = OF_THE_RUN,
     unknown: UnknownPolicy | None = None,
-    **others: Never,
 ) -> Iterator[str]:
     """Yield the continuation of one text as it is sampled, piece by piece, without the prompt.
 
@@ -202,9 +200,6 @@ def _with_changes(run: Run, options: SampleConfig | None, given: Mapping[str, An
     """Return the options, by default the run's, with the settings among the arguments `given`."""
     if isinstance(options, str):
         raise ConfigError(f"give the prompt by name, as in sample(run, prompt={options[:20]!r})")
-    if "mixture" in given["others"]:
-        raise ConfigError("mixture is not a setting; give chargpt.with_mixture(run) as the run")
-    reject_keywords(given["others"], SampleConfig.model_fields)
     config = run.config.model_copy(update={"sample": options or run.config.sample})
     named = {key: given[key] for key in SampleConfig.model_fields if given[key] is not OF_THE_RUN}
     return config.with_values({f"sample.{key}": value for key, value in named.items()}).sample

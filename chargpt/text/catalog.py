@@ -102,7 +102,7 @@ def built_in_text() -> str:
 
 def resolve_settings(
     path: str | None = None,
-    config: str | None = None,
+    config: str | Config | None = None,
     settings: Mapping[str, object] | None = None,
 ) -> tuple[Config, frozenset[str]]:
     """Return the config of a run, and the dotted keys of the settings that are fixed.
@@ -110,7 +110,8 @@ def resolve_settings(
     Args:
         path: a file, folder, glob, name in the catalog, or `-`, made absolute in the config; None:
             what the config names, or the built-in text.
-        config: a shipped config's name or a YAML file; `gpt` by default, which fixes nothing.
+        config: a shipped config's name, a YAML file or a Config; `gpt` by default, which fixes
+            nothing.
         settings: values by dotted key, which take precedence over the config.
 
     Raises:

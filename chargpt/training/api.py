@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Literal
 
-from chargpt.config import reject_keywords, require_settings
+from chargpt.config import Config, require_settings
 from chargpt.distributed import is_main_rank, world_size
 from chargpt.errors import ConfigError, FinishedError, Stopped
 from chargpt.log import collected_notes, logger
@@ -24,7 +24,7 @@ def train(
     path: str | Path | None = None,
     *,
     text: str | None = None,
-    config: str | Path | None = None,
+    config: str | Path | Config | None = None,
     settings: Mapping[str, object] | None = None,
     budget: str | float | None = None,
     from_run: str | Path | None = None,
@@ -34,7 +34,6 @@ def train(
     encoding: str | None = None,
     progress: bool | None = None,
     on_report: Callable[[StepReport], object] = lambda _: None,
-    **unknown: Never,
 ) -> Run:
     """Train a model on a text and return the run with its best checkpoint.
 
@@ -47,7 +46,7 @@ def train(
         path: a file, folder, glob, or a name from `chargpt data list`; by default the built-in
             text.
         text: the text itself, instead of `path`.
-        config: a shipped config's name, such as `gpt` or `bigram`, or a YAML file.
+        config: a shipped config's name, such as `gpt` or `bigram`, a YAML file, or a Config.
         settings: by dotted keys, as in {"train.max_steps": 500}; they take precedence.
         budget: a time, in seconds or as in "3m", that size and steps are chosen for. It begins at
             the call: loading PyTorch, at the first use of `chargpt.train`, comes before.
@@ -63,7 +62,6 @@ def train(
         on_report: called with the results of each step after it, and of a new run first with those
             of the validation before any, as step 0. Once it returns True, the run is saved and
             returned, to be resumed or used.
-        unknown: none; the error says what other keywords are here.
 
     Raises:
         ChargptError: the text, a setting, the folder or the device is unusable, or the last
@@ -71,7 +69,6 @@ def train(
         KeyboardInterrupt: training was interrupted. After the first Ctrl-C, which lets the step
             finish, the message names the checkpoint.
     """
-    reject_keywords(unknown, ("path", *(train.__kwdefaults__ or ())))
     request = new_request(
         path, text, config, settings, budget, out, device, encoding, from_run, start
     )
@@ -100,7 +97,7 @@ def train(
 def new_request(
     path: str | Path | None,
     text: str | None,
-    config: str | Path | None,
+    config: str | Path | Config | None,
     settings: Mapping[str, object] | None,
     budget: str | float | None,
     out: str | Path | None,
@@ -132,7 +129,7 @@ def new_request(
     return Request(
         path=None if path is None else str(path),
         text=text,
-        config=None if config is None else str(config),
+        config=config if isinstance(config, Config | None) else str(config),
         settings={**require_settings(settings), **given},
         budget=budget,
         out=None if out is None else Path(out),

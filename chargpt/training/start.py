@@ -65,7 +65,7 @@ class Request:
 
     path: str | None = None
     text: str | None = None
-    config: str | None = None
+    config: str | Config | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
     budget: str | float | None = None
     out: Path | None = None
@@ -319,7 +319,8 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
         config = finetune.config_from_base_run(base_run, config, fixed_keys)
     config = with_measured_threads(config)
     source = find_text(config.text, request.text)
-    label = slug(request.config or "config")  # that of a run is named so, which says nothing
+    origin = request.config if isinstance(request.config, str) else "config"
+    label = slug(origin)  # that of a run is named so, which says nothing
     name = f"{slug(source.name)}-{config.model.kind if label == 'config' else label}"
     with (
         output_folder(request.out, name) as path,
