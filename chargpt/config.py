@@ -60,6 +60,7 @@ OTHER_NAMES = {
         "layers num_layers": "model.n_layer",
         "learning_rate": "optim.lr",
         "length_penalty": "there is no length penalty: {sample.length=300} gives the length",
+        "max_chars": "max_characters|sample.length",
         "max_length max_new_tokens max_tokens tokens": "sample.length",
         "model": "config|give {RUN}",
         "n": "num_samples",

@@ -130,7 +130,7 @@ def test_an_interrupt_lets_the_step_end_saves_and_can_be_resumed(
         ("sample", {"max_new_tokens": 9}, "max_new_tokens=9 is length=9"),
         ("stream", {"temp": 1}, "temp=1 is temperature=1"),
         ("sample", {"temprature": 1}, "temprature=1: did you mean temperature=1?"),
-        ("evaluate", {"max_chars": 9}, "max_chars=9: did you mean max_characters=9?"),
+        ("evaluate", {"max_chars": 9}, "max_chars=9 is max_characters=9"),
         ("compare", {"steps": 3}, "steps=3 is settings={'train.max_steps': 3}"),
         ("load_config", {"lr": 0.1}, "lr=0.1 is settings={'optim.lr': 0.1}"),
     ],
@@ -321,7 +321,7 @@ def test_messages_name_arguments_of_python(tiny_run: chargpt.Run, tmp_path: Path
         ("unknown='skip' or 'replace'", lambda: api.sample(tiny_run, prompt="é")),
         (r"a longer budget=, or with settings=\{", lambda: api.with_mixture(folder)),
         (r"`chargpt\.train`", lambda: api.load_run(tmp_path / "none")),
-        (r"`chargpt\.score\(RUN, FILE\)`", lambda: api.score(__file__, "a")),
+        ("a file, not a run; name the run's folder", lambda: api.score(__file__, "a")),
         (r"settings=\{'text.test_fraction': 0.1\}", lambda: api.evaluate(folder, "test")),
     ):
         with pytest.raises(chargpt.ChargptError, match=message) as raised:

@@ -204,7 +204,10 @@ def test_a_long_training_writes_its_report(
     assert cli("train", verse, *TINY, "--out", "long", "--force").returncode == 0
 
 
-@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nonsense"])
+@pytest.mark.parametrize(
+    "backend",
+    ["module://matplotlib_inline.backend_inline", pytest.param("nonsense", marks=pytest.mark.slow)],
+)
 def test_no_picture_depends_on_the_backend_that_jupyter_names(
     backend: str, folder: Path, verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,14 +145,7 @@ def compare(
             result = compare_runs(paths, device or "auto", console.show_progress, split)
     else:
         if len(paths) > 1:
-            missing = [str(path) for path in paths if not path.exists()]
-            remedy = "give one text, or only runs"
-            if models and missing and set(missing) <= set(MODELS):
-                remedy = f"write --models {','.join([models, *missing])}"
-            cause = f"{next(path for path in paths if not is_run(path))} is not a run"
-            if missing:
-                cause = f"there is no file or folder {', '.join(missing)}"
-            raise ConfigError(f"{cause}; {remedy}")
+            reject_mixed(paths, models)
         request = Request(
             path=texts[0] if texts else None,
             config=config or ("ladder" if ladder else None),
@@ -165,6 +158,18 @@ def compare(
         result = Ladder(split) if ladder else Comparison(split, console.show_progress)
         train(result, request, runs_of, seeds, resume=resume)
     show(result, plot, csv_, json_=json_)
+
+
+def reject_mixed(paths: list[Path], models: str | None) -> None:
+    """Raise for several paths of which not all are runs."""
+    missing = [str(path) for path in paths if not path.exists()]
+    remedy = "give one text, or only runs"
+    if models and missing and set(missing) <= set(MODELS):
+        remedy = f"write --models {','.join([models, *missing])}"
+    cause = f"{next(path for path in paths if not is_run(path))} is not a run"
+    if missing:
+        cause = f"there is no file or folder {', '.join(missing)}"
+    raise ConfigError(f"{cause}; {remedy}")
 
 
 def runs_in(path: Path) -> list[Path]:
