@@ -124,6 +124,7 @@ REFUSALS = [
     ("train --resume RUN", 2, "has done all its 40 steps", "train.max_steps"),
     ("train --resume RUN -s train.max_steps=30", 2, "has done all its 40 steps", ""),
     ("train --resume RUN -s seed=3", 2, "seed cannot change", ""),
+    ("train RUN", 2, "is a run, not a text; name a text", "`chargpt train --resume /"),
     ("train --resume RUN -c gpt", 2, "keeps its text and settings", "drop the config"),
     ("train --resume RUN --budget 9s -s train.max_steps=9", 2, "both say how long", "drop one"),
     # sample
@@ -218,3 +219,4 @@ def test_a_run_that_is_not_named_in_full_is_found_by_its_name(trained: Path, cli
     shutil.copytree(trained, "runs/one")
     for wrong, remedy in (("one", "did you mean runs/one?"), ("runs", "such as runs/one")):
         assert remedy in cli("sample", wrong).stderr
+    assert "runs is a folder of runs, not a text; name a text" in cli("train", "runs").stderr

@@ -316,10 +316,11 @@ def _find_folder(root: Path, settings: TextConfig) -> Source:
             raise TextError(f"{root} holds over {MAX_FILES:,} files; join them into fewer")
     kind = f"in {', '.join(endings)} (text.suffixes)"
     if not paths:
-        if (root / "checkpoints").is_dir():
+        if runs := [*root.glob("checkpoints"), *root.glob("*/checkpoints")]:
+            run = runs[0].parent
             raise MissingTextError(
-                f"{root} is a run, not a text; name a text (`chargpt train --resume {root}` "
-                "continues the run)"
+                f"{root} is a {'run' if run == root else 'folder of runs'}, not a text; name a "
+                f"text (`chargpt train --resume {run}` continues the run)"
             )
         common = max(others, key=others.__getitem__, default="")
         read = f"-s text.suffixes={common}" if common else quoted(f"{glob.escape(str(root))}/*")
