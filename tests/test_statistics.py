@@ -253,15 +253,24 @@ def test_lines_that_recur_by_nature_are_no_copies() -> None:
     refrains = ["".join(map(chr, row)) for row in rng.integers(0x61, 0x7B, (20, 30))]
     short = ["".join(map(chr, row)) for row in rng.integers(0x61, 0x7B, (20_000, 12))]
     songs = [rng.choice(refrains) if n % 30 == 0 else line for n, line in enumerate(short)]
-    records = [f'"{key}": "{key * 3}",' for key in rng.choice(refrains, 5000)]
+    records = [f'"{key}": "{key * 3}",' for key in rng.choice(short[:300], 5000)]
     for lines in (songs, records):
         text = "".join(line + "\n" for line in lines)
         corpus = load_corpus(TextConfig(documents=None), text=text)
         found = find_repeats(corpus, corpus.split("val"))
         assert "lines" not in found.unit or found.fraction < MIN_REPEATED
-    items = [*refrains * 10, *short[:6000]]  # whole documents are named before their lines
-    text = "".join(f"{item}\n" for item in items)
-    assert "lines" not in warn_of_repeats(load_corpus(TextConfig(documents="lines"), text=text))
+
+
+def test_repeated_documents_are_named_before_their_lines() -> None:
+    rng = np.random.default_rng(0)
+    items = ["".join(map(chr, row)) for row in rng.integers(0x61, 0x7B, (1050, 30))]
+    poems = [f"{item}\n{item[::-1]}\n{item[::2] * 2}" for item in items[:50]]  # a tenth, twice
+    for documents, separator in (("%", "%"), ("lines", "\n")):
+        twice = poems if documents == "%" else items[:50]
+        corpus = load_corpus(
+            TextConfig(documents=documents), text=separator.join([*items[50:], *twice, *twice])
+        )
+        assert "documents" in warn_of_repeats(corpus)
 
 
 @pytest.mark.parametrize(

@@ -320,8 +320,8 @@ def warn_of_repeats(corpus: Corpus, min_fraction: float = MANY_REPEATED) -> str:
 def find_repeats(corpus: Corpus, tokens: Tokens) -> Repeats:
     """Return how much of a text occurs in the training split.
 
-    That is the fraction of evenly spread passages or, where it is higher, that of whole documents
-    or distinct lines: most are shorter than a passage, and they may be shuffled.
+    That is the fraction of whole documents, if it is notable; else that of evenly spread passages
+    or, where it is higher, of distinct lines, which are shorter and may be shuffled.
 
     Args:
         tokens: of the text, by the corpus's tokenizer, (tokens,).
@@ -329,15 +329,16 @@ def find_repeats(corpus: Corpus, tokens: Tokens) -> Repeats:
     tokenizer, found = corpus.tokenizer, []
     unit = "tokens" if tokenizer.has_bytes else "characters"
     if len(corpus.split("train")) + len(tokens) <= MAX_COMPARED:
-        eos_token, is_list = tokenizer.eos_token, corpus.settings.documents == "lines"
-        if eos_token:
+        if eos_token := tokenizer.eos_token:
             documents, counts = _count_parts(corpus, tokens, eos_token)
             n_known = sum(document in counts for document in documents)
-            found.append(Repeats(n_known, len(documents), "documents"))
-        lines, counts = _count_parts(corpus, tokens, eos_token + "".join(NEWLINES.values()))
-        least = math.ceil(MIN_LINE_BITS / math.log2(max(2, tokenizer.vocab_size)))
-        copied = [line for line in counts if counts[line] <= MAX_COPIES and len(line) >= least]
-        if not is_list:
+            repeats = Repeats(n_known, len(documents), "documents")
+            if repeats.fraction >= MIN_REPEATED:
+                return repeats
+        if corpus.settings.documents != "lines":
+            lines, counts = _count_parts(corpus, tokens, eos_token + "".join(NEWLINES.values()))
+            least = math.ceil(MIN_LINE_BITS / math.log2(max(2, tokenizer.vocab_size)))
+            copied = [line for line in counts if counts[line] <= MAX_COPIES and len(line) >= least]
             unit_of_lines = f"{unit}, in whole lines of {least} or more,"
             found.append(Repeats(sum(map(len, copied)), sum(map(len, lines)), unit_of_lines))
     found.append(Repeats(*_repeated_passages(corpus, tokens), f"passages of {PASSAGE} {unit}"))
