@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
+import torch
 from conftest import REPOSITORY, Cli, refusal, run_here
 from shared_runs import EVALUATION_KEYS, QUICK, RARE
 
@@ -25,6 +26,7 @@ from chargpt.config import Config, load_config, split_values
 from chargpt.inference.evaluation import evaluate
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
+from chargpt.training import trainer as trainer_module
 from chargpt.training.trainer import StepReport, Trainer
 
 
@@ -287,3 +289,17 @@ def test_compare_takes_a_folder_of_runs_and_compares_each_run_once(
     shown = [line.split(maxsplit=1) for line in capfd.readouterr().out.splitlines()[-2:]]
     at_best = "4.000 -> 2.000 at step 5"  # the checkpoint that the table scores
     assert shown == [["a", f"{at_best}, last 2.500"], ["b", at_best]]
+
+
+def test_all_runs_of_a_comparison_have_what_the_first_has_measured(
+    verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = itertools.cycle([(torch.bfloat16, ""), (torch.float32, "")])  # as on a busy machine
+
+    def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
+        return next(timed) if name == "auto" else (getattr(torch, name), "")
+
+    monkeypatch.setattr(trainer_module, "choose_dtype", choose_dtype)
+    done = cli("compare", verse, *QUICK, "-s", "dtype=auto", "--out", "both")
+    assert done.returncode == 0, done.stderr
+    assert {load_run(f"both/{kind}").config.dtype for kind in ("bigram", "gpt")} == {"bfloat16"}

@@ -441,7 +441,7 @@ def test_what_is_no_run_is_named_with_the_remedy(tmp_path: Path) -> None:
         ("nothing", "there is no folder .*/nothing; train one with `chargpt train`, or name"),
         ("empty", "there is no run in .*; train one with `chargpt train`, or name another"),
         ("novel.txt", r"novel\.txt is a file, not a run; name the run's folder, such as runs/n"),
-        ("new", "no checkpoint yet.*`chargpt train TEXT --out .*/new` begins it anew"),
+        ("new", "no checkpoint yet.*`chargpt train TEXT --out .*/new` trains it again"),
     ):
         with pytest.raises(RunError, match=message):
             load_run(tmp_path / name)

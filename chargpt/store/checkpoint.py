@@ -271,7 +271,7 @@ def _candidates(parent: Path, which: str, skipped: list[str]) -> list[Path]:
         run = quoted(parent.parent)
         raise RunError(
             f"{parent.parent} holds no checkpoint yet: it is still training, or was ended before "
-            f"its first one; `chargpt train TEXT --out {run}` begins it anew"
+            f"its first one; `chargpt train TEXT --out {run}` trains it again"
         )
     if which == "latest":
         return folders

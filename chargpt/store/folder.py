@@ -314,7 +314,7 @@ class RunFolder:
     def copy_to(self, copy: "RunFolder", best_step: int | None) -> None:
         """Add all but the other checkpoints to a copy that has the last one, and the metrics.
 
-        What the disk has no room for is left out.
+        What the disk has no room for is left out or cut; readers find it by its checksum.
         """
 
         def ignore(folder: str, names: list[str]) -> set[str]:
