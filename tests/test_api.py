@@ -623,6 +623,10 @@ def test_runs_and_results_show_themselves_in_a_notebook(verse: Path, tmp_path: P
     text, folder = tmp_path / "<b>&.txt", tmp_path / "<i>"
     text.write_text(verse.read_text(encoding="utf-8")[:8000], encoding="utf-8")
     compared = chargpt.compare(text, settings=TINY, out=folder, device="cpu", models=["gpt"])
+    again = {"settings": TINY, "out": folder, "device": "cpu", "models": ["gpt"]}
+    with pytest.raises(ConfigError, match="continue the comparison with start='resume'"):
+        chargpt.compare(text, **again)
+    assert chargpt.compare(text, **again, start="resume").rows == compared.rows
     run = chargpt.load_run(folder / "gpt", device="cpu")
     result = chargpt.evaluate(run)
     loss = f"{result.nats_per_char:.4f}"
@@ -659,7 +663,7 @@ def test_mistakes_in_a_call_are_said_in_a_sentence(tiny_run: chargpt.Run) -> Non
         ("^seeds: expected at least 1", lambda: api.compare(text="a" * 99, seeds=0)),
         ("expected a function .it is 3", lambda: api.train(on_report=3)),
         ("expected a function .it is 'a'", lambda: api.sample(tiny_run, on_progress="a")),
-        ("^seeds and several values .* a budget", lambda: api.compare(budget=9, seeds=2)),
+        ("^seeds, several values .* a budget", lambda: api.compare(budget=9, seeds=2)),
         ("^models names no model", lambda: api.compare(models=" , ")),
         ("no config .{'seed': 1}", lambda: api.load_config({"seed": 1})),
         ("give only them", lambda: api.compare([tiny_run], models=["gpt"])),

@@ -56,6 +56,31 @@ def test_compare_trains_and_compares_bigram_and_gpt(verse: Path, cli: Cli) -> No
     assert Path("two.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_compared_models_are_configs_named_by_their_files(verse: Path, cli: Cli) -> None:
+    Path("wide.yaml").write_text("model: {n_layer: 1, n_embd: 24}\noptim: {lr: 0.007}\n")
+    given = ("-s", "train.max_steps=3", "-s", "model.block_size=16")
+    done = cli("compare", verse, "-c", "wide.yaml", *given, "--out", "two")
+    assert [run.name for run in runs_in(Path("two"))] == ["bigram", "wide"]
+    assert "the wide is" in done.stdout, done.stderr
+    assert "wide (trained)" in done.stdout
+    changed = ("-s", "model.mlp=none", "--models", "wide.yaml, head, gpt", "--out", "three")
+    cli("compare", verse, "-c", "wide.yaml", *given, *changed)
+    configs = {run.name: load_config(run / "config.yaml") for run in runs_in(Path("three"))}
+    found = {
+        name: (each.model.n_embd, each.model.mlp, each.optim.lr) for name, each in configs.items()
+    }
+    assert found == {
+        "gpt": (128, "swiglu", 0.02), "head": (64, "none", 0.02), "wide": (24, "none", 0.007)
+    }  # fmt: skip
+    assert {(each.train.max_steps, each.model.block_size) for each in configs.values()} == {(3, 16)}
+    message = refusal(cli("compare", verse, "--models", "heads"))
+    assert message.endswith("there is no config 'heads'; did you mean head?")
+    Path("wide").mkdir()
+    Path("wide/wide.yaml").touch()
+    same = refusal(cli("compare", verse, "--models", "wide.yaml,wide/wide.yaml"))
+    assert "have the same name" in same
+
+
 def test_an_interrupted_comparison_names_the_runs_that_it_has(
     verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

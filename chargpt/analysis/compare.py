@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, mean, stdev
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from chargpt.analysis.result import MIXTURE_LABEL, MIXTURE_SUFFIX, describe_gain, difference
+from chargpt.analysis.result import MIXTURE_SUFFIX, describe_gain, difference
 from chargpt.config import SWEPT, Config, load_config, require_settings
 from chargpt.errors import ConfigError, FinishedError, TextError
 from chargpt.files import exists
@@ -50,7 +50,7 @@ from chargpt.training.resume import (
 from chargpt.training.start import Request, Session, output_folder, slug, start_run
 from chargpt.training.trainer import StepReport
 
-MODELS = ("bigram", "gpt")
+MODELS = ("bigram", "gpt")  # by default
 TRAINED = " (trained)"  # ends the name of a model that `compare` trains
 MAX_TOKENS = 300_000  # scored
 MAX_TRAININGS = 64
@@ -441,14 +441,17 @@ def conclusions(result: Comparison) -> list[str]:
         if len(set(values.values())) > 1
     ]
     sentences += undertrained(groups)
-    if (gpt := groups.get(f"gpt{TRAINED}")) is not None:
+    others = [g for name, g in trained.items() if name != "bigram" and g.model.endswith(TRAINED)]
+    if len(others) == 1:
+        (other,) = others
+        name = other.model.removesuffix(TRAINED)
         bigram = next(group for group in by_loss if group.model.startswith("bigram"))
-        over_bigram = gpt.describe_gain_over(bigram, "the best bigram")
-        over_ngram = gpt.describe_gain_over(groups[f"{NGRAM} (counts)"], f"the {NGRAM}")
-        sentences.append(f"the gpt is {over_bigram} and {over_ngram}")
-        if (mixture := groups.get(MIXTURE_LABEL)) is not None:
-            gain = mixture.describe_gain_over(gpt, "the gpt")
-            sentences.append(f"{MIXTURE_LABEL}, which chargpt sample --mixture uses, is {gain}")
+        over_bigram = other.describe_gain_over(bigram, "the best bigram")
+        over_ngram = other.describe_gain_over(groups[f"{NGRAM} (counts)"], f"the {NGRAM}")
+        sentences.append(f"the {name} is {over_bigram} and {over_ngram}")
+        if (mixture := groups.get(f"{name}{MIXTURE_SUFFIX}")) is not None:
+            gain = mixture.describe_gain_over(other, f"the {name}")
+            sentences.append(f"{mixture.model}, which chargpt sample --mixture uses, is {gain}")
     elif len(alone) > 1:
         # of each model, or its mixture
         best = {tuple(row.run for row in g.rows): g for g in reversed(by_loss) if g.is_run}
@@ -461,7 +464,7 @@ def conclusions(result: Comparison) -> list[str]:
             sentences.append(f"{first.model} has the lowest loss of the {name}; it is {gain}")
     else:
         return sentences
-    n_seeds = len((gpt or alone[0]).rows)
+    n_seeds = len(alone[0].rows)
     return [*sentences, PLUS_MINUS if n_seeds == 1 else PLUS_MINUS_OF_SEEDS]
 
 
@@ -476,47 +479,47 @@ def undertrained(groups: Mapping[str, Group]) -> list[str]:
     ]
 
 
-def model_config(config: Config, kind: str) -> Config:
-    """Return the config of one model: the given text, steps and batch, its own optimizer.
+def model_config(config: Config, name: str) -> Config:
+    """Return the text, steps and batch of a config with the model and optimizer of another.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: there is no config of that name, or it is wrong.
     """
-    if kind not in MODELS:
-        raise ConfigError(f"there is no model {kind!r} to compare; there are {', '.join(MODELS)}")
-    if kind == config.model.kind:
-        return config
-    own = load_config(kind)
-    values = {name: getattr(own, name).model_dump() for name in ("optim", "schedule")}
+    own = load_config(name)
+    values = {key: getattr(own, key).model_dump() for key in ("model", "optim", "schedule")}
+    values["model"]["block_size"] = config.model.block_size
     weight = {"train.ngram_target_weight": own.train.ngram_target_weight}
-    return config.with_values({"model.kind": kind, **weight, **values})
+    return config.with_values({**values, **weight})
 
 
 def trainings_of(
-    config: Config, models: Sequence[str], sweep: Mapping[str, Mapping[str, object]] = {"": {}}
+    config: Config,
+    models: Mapping[str, str | None],
+    sweep: Mapping[str, Mapping[str, object]] = {"": {}},
 ) -> list[Training]:
     """Return a run of each model with each combination of a sweep.
 
     Args:
-        config: of the GPT; the other models share its text, steps and batch.
-        models: of `MODELS`.
+        config: of which all models share the text, steps and batch.
+        models: the names or files of their configs, by the models' names; None: `config` itself.
         sweep: settings by dotted keys that replace those of the config, by name.
 
     Raises:
-        ConfigError: there is no such model, or a setting is wrong.
+        ConfigError: there is no such config, or a setting is wrong.
     """
     found = []
-    for kind, (name, values) in itertools.product(models, sweep.items()):
-        own, folder, label = model_config(config, kind), kind, f"{kind}{TRAINED}"
+    for (model, source), (name, values) in itertools.product(models.items(), sweep.items()):
+        own = config if source is None else model_config(config, source)
+        folder, label = model, f"{model}{TRAINED}"
         if values:
-            own, label = own.with_values(values), f"{kind} {name}" if len(models) > 1 else name
+            own, label = own.with_values(values), f"{model} {name}" if len(models) > 1 else name
             folder = re.sub(r"[^\w.=+-]+", "-", label)
         found.append(Training(label, folder, own))
     return found
 
 
 def sweep_of(
-    config: Config,
+    request: Request,
     models: Sequence[str] | None,
     swept: Mapping[str, Mapping[str, object]],
     n_seeds: int,
@@ -524,22 +527,34 @@ def sweep_of(
     """Return the function from a config to the runs of the models with each combination of values.
 
     Args:
-        config: of the GPT, before a budget plans it.
-        models: of `MODELS`, a string if separated by commas; None: all, or of a sweep the config's
-            own.
+        request: of the comparison. Its config is meant by its name, or by that of its kind in
+            `MODELS`.
+        models: names or files of configs, a string if separated by commas; None: `MODELS`, or of a
+            sweep the request's own.
         swept: the values of each swept setting by dotted key, by how they are written.
         n_seeds: number of seeds of each run.
 
     Raises:
-        ConfigError: no model is named, or there are too many runs.
+        ConfigError: no model is named, two have the same name, or there are too many runs.
     """
+    kind = request.resolved[0].model.kind
+    own = request.config_name or kind
     if models is None:
-        models = [config.model.kind] if swept else MODELS
+        models = [own] if swept else MODELS
     elif isinstance(models, str):
         models = models.split(",")
-    kinds = list(dict.fromkeys(kind.strip() for kind in models if kind.strip()))
-    if not kinds:
+    names = list(dict.fromkeys(name.strip() for name in models if name.strip()))
+    if not names:
         raise ConfigError("--models names no model; give bigram, gpt or both")
+    own_names = {own, request.config}
+    if own_names.isdisjoint(names):
+        own_names.add("bigram" if kind == "bigram" else "gpt")
+    sources = {
+        own if name in own_names else slug(name): None if name in own_names else name
+        for name in names
+    }
+    if len(sources) < len(names):
+        raise ConfigError(f"two of the models {', '.join(names)} have the same name; rename a file")
     choices = [[(key, *each) for each in values.items()] for key, values in swept.items()]
     sweep = {  # by a name without sections, such as `lr=0.01`
         " ".join(f"{key.partition('.')[2]}={word}" for key, word, _ in chosen): {
@@ -547,12 +562,12 @@ def sweep_of(
         }
         for chosen in itertools.product(*choices)
     }
-    if (n_trainings := len(sweep) * len(kinds) * n_seeds) > MAX_TRAININGS:
+    if (n_trainings := len(sweep) * len(sources) * n_seeds) > MAX_TRAININGS:
         raise ConfigError(
             f"these are {n_trainings:,} trainings, and a comparison has at most {MAX_TRAININGS}; "
             "give fewer values, models or seeds"
         )
-    return partial(trainings_of, models=kinds, sweep=sweep)
+    return partial(trainings_of, models=sources, sweep=sweep)
 
 
 def with_seeds(trainings: list[Training], n_seeds: int) -> list[Training]:
@@ -608,6 +623,7 @@ def compare(
     models: Sequence[str] | None = None,
     seeds: int = 1,
     split: ScoredSplit = "val",
+    start: Literal["new", "resume"] = "new",
     progress: bool = False,
     on_report: Callable[[StepReport], object] = lambda _: None,
 ) -> Comparison:
@@ -624,9 +640,11 @@ def compare(
         budget: total time, in seconds or as in "3m", that the GPT's size and all models' steps fit.
         out: folder of the runs; each gets a folder with its model's name. By default a new one
             under runs/.
-        models: to train, of `bigram` and `gpt`; by default both, or of a sweep the config's own.
+        models: to train: shipped configs by name, or YAML files; by default `bigram` and `gpt`, or
+            of a sweep the config's own.
         seeds: number of consecutive seeds of each model.
         split: `val` or `test`; checkpoints are chosen by `val`.
+        start: `resume` continues a stopped comparison in `out`.
         progress: show a progress bar of each training on stderr.
         on_report: as for `train`, of one training after another; once it returns True, the next
             begins.
@@ -635,7 +653,8 @@ def compare(
         ChargptError: a text, setting, folder or run is unusable, or the runs are of several texts.
         KeyboardInterrupt: training was interrupted.
     """
-    given = (text, config, settings, budget, out, encoding, models, None if seeds == 1 else seeds)
+    changed = seeds > 1 or start == "resume" or None
+    given = (text, config, settings, budget, out, encoding, models, changed)
     if isinstance(path, Sequence) and not isinstance(path, str):
         if not path:
             raise ConfigError("there is no run to compare; name one or more")
@@ -649,19 +668,20 @@ def compare(
         for key, values in settings.items()
         if key in SWEPT and isinstance(values, list | tuple) and values
     }
-    if budget is not None and (swept or seeds > 1):
+    if budget is not None and (swept or changed):
         raise ConfigError(
-            "seeds and several values of a setting do not apply to a budget, which plans one gpt; "
-            "drop the budget, and give train.max_steps"
+            "seeds, several values of a setting and start='resume' do not apply to a budget, which "
+            "plans one gpt for the time of one call; drop the budget, and give train.max_steps"
         )
     firsts = {key: next(iter(values.values())) for key, values in swept.items()}
     request = new_request(path, text, config, settings | firsts, budget, out, device, encoding)
     comparison = Comparison(split)
     comparison.train(
         request,
-        sweep_of(request.resolved[0], models, swept, seeds),
+        sweep_of(request, models, swept, seeds),
         lambda _, session: run_steps(session, progress, on_report),
         seeds,
+        resume=start == "resume",
     )
     return comparison
 

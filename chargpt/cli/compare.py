@@ -25,7 +25,7 @@ from chargpt.analysis.result import MIN_RISE, loss_cells
 from chargpt.cli import console, options, tables
 from chargpt.cli.main import catch_signals
 from chargpt.cli.train import LABEL, describe_plan, run_steps
-from chargpt.config import parse_override, split_values
+from chargpt.config import parse_override, shipped_configs, split_values
 from chargpt.errors import ConfigError, Stopped
 from chargpt.files import quoted, write_output
 from chargpt.store.folder import is_readable_run, is_run
@@ -48,7 +48,10 @@ def compare(
     ] = None,
     models: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help=f"Models to train; {','.join(MODELS)} by default."),
+        typer.Option(
+            metavar="NAMES",
+            help=f"Configs whose models to train, by name or file; {','.join(MODELS)} by default.",
+        ),
     ] = None,
     config: options.ConfigName = None,
     out: options.RunsOut = None,
@@ -154,7 +157,7 @@ def compare(
             out=out,
             started=console.started,
         )
-        runs_of = ladder_rungs if ladder else sweep_of(request.resolved[0], models, swept, seeds)
+        runs_of = ladder_rungs if ladder else sweep_of(request, models, swept, seeds)
         result = Ladder(split) if ladder else Comparison(split, console.show_progress)
         train(result, request, runs_of, seeds, resume=resume)
     show(result, plot, csv_, json_=json_)
@@ -164,7 +167,7 @@ def reject_mixed(paths: list[Path], models: str | None) -> None:
     """Raise for several paths of which not all are runs."""
     missing = [str(path) for path in paths if not path.exists()]
     remedy = "give one text, or only runs"
-    if models and missing and set(missing) <= set(MODELS):
+    if models and missing and set(missing) <= set(shipped_configs()):
         remedy = f"write --models {','.join([models, *missing])}"
     cause = f"{next(path for path in paths if not is_run(path))} is not a run"
     if missing:

@@ -58,7 +58,7 @@ class BaselineLoss:
     """Loss of a baseline, as a whole and by block."""
 
     nats_per_char: float
-    clusters: Floats = field(repr=False)  # S_b and n_b of `Evaluation`, (2, blocks)
+    clusters: Floats = field(repr=False, compare=False)  # S_b and n_b of `Evaluation`, (2, blocks)
 
     @property
     def standard_error(self) -> float:

@@ -87,6 +87,12 @@ class Request:
         return resolve_settings(path, self.config, self.settings)
 
     @property
+    def config_name(self) -> str | None:
+        """The name of the config, to name runs and models by, if it has one."""
+        name = slug(self.config) if isinstance(self.config, str) else None
+        return None if name == "config" else name  # that of a run, which says nothing
+
+    @property
     def resumes(self) -> bool:
         """Whether the run exists already and is to be continued."""
         if self.start is StartMode.NEW_OR_RESUME:
@@ -319,11 +325,9 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
         config = finetune.config_from_base_run(base_run, config, fixed_keys)
     config = with_measured_threads(config)
     source = find_text(config.text, request.text)
-    origin = request.config if isinstance(request.config, str) else "config"
-    label = slug(origin)  # that of a run is named so, which says nothing
-    name = f"{slug(source.name)}-{config.model.kind if label == 'config' else label}"
+    name = request.config_name or config.model.kind
     with (
-        output_folder(request.out, name) as path,
+        output_folder(request.out, f"{slug(source.name)}-{name}") as path,
         RunFolder(path).locked(is_new=True) as folder,
     ):
         corpus = folder.prepare_text(source, config.text, on_progress)
