@@ -150,7 +150,7 @@ REFUSALS = [
     ("evaluate RUN --split test", 2, "test", "text.test_fraction"),
     ("evaluate RUN --stride 3", 2, "only to --protocol sliding", "drop it"),
     # compare
-    ("compare TEXT --models bigram,lstm", 2, "no model 'lstm'", "there are bigram, gpt"),
+    ("compare TEXT --models bigram,lstm", 2, "no config 'lstm'", "the shipped ones are bigram"),
     ("compare TEXT --out both", 2, "both/gpt exists", "name another folder with --out"),
     ("compare TEXT --ladder --budget 6s", 2, "--budget does not apply to --ladder", "drop it"),
     ("compare TEXT --resume", 2, "--resume continues a stopped", "name its folder with --out"),

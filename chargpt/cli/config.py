@@ -14,8 +14,6 @@ from chargpt.cli import console, options
 from chargpt.config import Config, Settings, describe_unknown_key, load_config
 from chargpt.errors import ConfigError
 from chargpt.files import dump_yaml
-from chargpt.store.checkpoint import newest_metadata
-from chargpt.store.run import open_run
 
 TYPES = {int: "integer", float: "number", bool: "true or false", str: "string"}
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -56,6 +54,9 @@ def config(
     if run is not None and config_ is not None:
         raise ConfigError("--run and -c exclude each other; give one")
     if run is not None:
+        from chargpt.store.checkpoint import newest_metadata  # which need PyTorch
+        from chargpt.store.run import open_run
+
         values = newest_metadata(open_run(run).checkpoints)[0]
     else:
         values = Config() if config_ is None else load_config(config_)

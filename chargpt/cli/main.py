@@ -83,8 +83,11 @@ SETTINGS: dict[str, Any] = {
 
 
 def help_text(command: str) -> str:
-    """Return what `--help` of a command prints; "" of a new one, whose page is not written yet."""
-    page = HELP_PAGES / f"{command}.txt"
+    """Return what `--help` of a command prints; "" of a new one, whose page is not written yet.
+
+    That of a subcommand is named as in `export gguf`.
+    """
+    page = HELP_PAGES / f"{command.replace(' ', '-')}.txt"
     return page.read_text(encoding="utf-8") if page.exists() else ""
 
 
@@ -107,10 +110,12 @@ def page_command(page: str) -> Any:
     """
     parameters: list[inspect.Parameter] = []
     listed = page.partition("\nOptions:\n")[2]
-    for flags, metavar in re.findall(r"(?m)^  (-\S+(?:(?: /)? -\S+)*)(?: (\S+))?", listed):
+    options = r"(?m)^  (-\S+(?:(?: /)? -\S+)*)(?: (\S+))?(.*(?:\n    .*)*)"
+    for flags, metavar, meaning in re.findall(options, listed):
         if "--help" not in flags:
             name, how = f"p{len(parameters)}", inspect.Parameter.KEYWORD_ONLY
-            option = typer.Option(None, *flags.replace(" / ", "/").split(", "))
+            default = ... if "[required]" in meaning else None
+            option = typer.Option(default, *flags.replace(" / ", "/").split(", "))
             kind = str | None if metavar else bool | None
             parameters.append(inspect.Parameter(name, how, default=option, annotation=kind))
 
@@ -130,8 +135,8 @@ class LazyGroup(TyperGroup):
             reject_dashes(ctx, args)
             if args[0] not in COMMANDS:
                 reject_command(ctx, args)
-            elif page := help_text(args[0]):
-                check_usage(ctx, page, *args)
+            else:
+                check_usage(ctx, *args)
         name, _, remaining = super().resolve_command(ctx, args)
         return name, name and load_command(name), remaining
 
@@ -163,11 +168,13 @@ def reject_command(context: Any, words: list[str]) -> None:
         context.fail(f"No such command {word!r}: it is `chargpt {form}`")
 
 
-def check_usage(parent: Any, page: str, name: str, *words: str) -> None:
+def check_usage(parent: Any, name: str, *words: str) -> None:
     """Raise if options, arguments or the subcommand are not those of a command's help page.
 
     Print the page and exit if it is asked for, and the terminal is wide enough.
     """
+    if not (page := help_text(name)):
+        return
     subcommands = re.findall(r"(?m)^  (\w+)", page.partition("\nCommands:\n")[2])
     asks_for_help = {"--help", "-h", "-help"} & set(words[:1] if subcommands else words)
     if asks_for_help or (subcommands and not words):
@@ -176,13 +183,18 @@ def check_usage(parent: Any, page: str, name: str, *words: str) -> None:
             raise typer.Exit
     elif not subcommands:
         context = page_command(page).make_context(name, list(words), parent=parent)
-        arguments = page.split("\n")[0].partition("[OPTIONS]")[2]
-        extra = context.args[len(arguments.split()) :]
-        if extra and "..." not in arguments:
+        arguments = page.split("\n")[0].partition("[OPTIONS]")[2].split()
+        required = [each for each in arguments if each[0] != "["]
+        if missing := required[len(context.args) :]:
+            context.fail(f"Missing argument {missing[0].strip('{}')!r}")
+        extra = context.args[len(arguments) :]
+        if extra and "..." not in "".join(arguments):
             shown = textwrap.shorten(" ".join(extra), 80, placeholder=" ...")
             remedy = extra_remedy(name, extra, words)
             context.fail(f"Got unexpected extra argument(s) ({shown}){remedy and f'; {remedy}'}")
-    elif words[0] not in subcommands:
+    elif words[0] in subcommands:
+        check_usage(parent, f"{name} {words[0]}", *words[1:])
+    else:
         if OTHER_COMMANDS.get(words[0], "").startswith(f"{name} "):
             reject_command(parent, list(words))
         names = ", ".join(subcommands)
@@ -337,7 +349,7 @@ def _describe_usage(error: Any, words: Sequence[str]) -> str:
             return f"options follow their command: write `chargpt {line}`"
         flags = [flag for each in context.command.params for flag in each.opts]
         names = {flag[2:].replace("-", "_") for flag in flags if flag[:2] == "--"}
-        usage = help_text(context.info_name).partition("\n")[0]
+        usage = help_text(context.command_path.partition(" ")[2]).partition("\n")[0]
         argument = usage.partition("[OPTIONS] ")[2].partition(" ")[0]
         names |= set(re.findall(r"[A-Z]+", argument.upper()))
         name = error.option_name  # of `-lr`, it is `-l`
