@@ -630,12 +630,14 @@ def _problem(detail: Mapping[str, Any], origin: str, lines: Mapping[str, int]) -
         in_yaml = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
         message += f" (it is {in_yaml:.60})"
     if dotted in SWEPT and isinstance(value, str) and "," in value:
-        if isinstance(DEFAULTS[dotted], float) and re.fullmatch(r"0,\d+", value):
-            message += f"; write {value.replace(',', '.'):.60}"
-        elif re.fullmatch(r"\d+,|[\d,]+,0\d[\d,]*", value):
-            message += f"; write {value.replace(',', ''):.60}"
-        else:
-            message += f"; `chargpt compare TEXT -s {dotted}={value:.60}` trains a model with each"
+        form = f"`chargpt compare TEXT -s {dotted}={value:.60}` trains a model with each"
+        if isinstance(DEFAULTS[dotted], float) and re.fullmatch(r"0,\d+|\d+,0\d*", value):
+            form = f"write {value.replace(',', '.'):.60}"
+        elif re.fullmatch(r"\d+,|\d{1,3}(,\d{3})*,000", value):
+            form = f"write {value.replace(',', ''):.60}"
+        elif re.fullmatch(r"\d{1,3}(,\d{3})+", value):
+            form = f"write {value.replace(',', ''):.60} if it is one; {form}"
+        message += f"; {form}"
     return f"{where}{key}{': ' if key else ''}{message}"
 
 

@@ -120,6 +120,7 @@ REFUSALS = [
     ("train TEXT -s optim.lr=1,2", 2, "a number (it is '1,2')", "`chargpt compare TEXT -s optim"),
     ("train TEXT -s optim.lr=0,05", 2, "a number (it is '0,05')", "write 0.05"),
     ("train TEXT -s train.max_steps=1,000,000", 2, "a number (it is", "write 1000000"),
+    ("train TEXT -s train.max_steps=1,500", 2, "write 1500 if it is one; ", "max_steps=1,500`"),
     ("train --resume", 2, "no run under runs/", "train one with `chargpt train`"),
     ("train --resume RUN", 2, "has done all its 40 steps", "train.max_steps"),
     ("train --resume RUN -s train.max_steps=30", 2, "has done all its 40 steps", ""),
