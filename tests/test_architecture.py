@@ -108,11 +108,15 @@ def test_no_function_is_longer_than_a_screen() -> None:
         assert lines <= MAX_FUNCTION_LINES, f"{path}:{node.lineno} {node.name}: {lines} lines"
 
 
-LATE_IMPORTS = (("train.py", "train"), ("console.py", "__init__"), ("notebook.py", "show_result"))
+LATE_IMPORTS = (
+    ("config.py", "config"),  # the settings of a run, which need torch
+    ("console.py", "__init__"),  # tqdm
+    ("notebook.py", "show_result"),  # IPython
+    ("train.py", "train"),  # the results of a run, at its end
+)
 
 
 def test_the_command_line_imports_at_the_top_of_its_files() -> None:
-    """But for the results of a run, which training needs only at its end, tqdm and IPython."""
     for path, node in functions():
         if path.parent.name == "cli" and (path.name, node.name) not in LATE_IMPORTS:
             inner = [n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
