@@ -41,14 +41,18 @@ OTHER_NAMES = {
     word: meant
     for words, meant in {
         "batch": "train.batch_size",
-        "checkpoint_path ckpt run": "from_run|{from=RUN} starts from the weights of a run, "
+        "checkpoint_path ckpt": "checkpoint|from_run|{from=RUN} starts from the weights of a run, "
+        "--resume RUN continues it|give {RUN}",
+        "continue init_from resume_from resume_from_checkpoint": "resume=RUN",
+        "run": "from_run|{from=RUN} starts from the weights of a run, "
         "--resume RUN continues it|give {RUN}",
         "context context_length seq_len": "model.block_size",
         "cpu": "device=cpu",
         "cuda gpu": "device=cuda",
         "data dataset file input text": "path|text|{prompt=TEXT} or {prompt_file=FILE} is a prompt|"
-        "give {TEXT}",
+        "give {TEXT}|give {FILE}",
         "dim d_model embd hidden_size": "model.n_embd",
+        "duration time": "budget",
         "epochs num_epochs num_train_epochs": "there are no epochs: give {train.max_steps=500} or "
         "{budget=10m}",
         "eval_interval": "train.evaluate_every",
@@ -63,6 +67,7 @@ OTHER_NAMES = {
         "max_chars": "max_characters|sample.length",
         "max_length max_new_tokens max_tokens tokens": "sample.length",
         "model": "config|give {RUN}",
+        "minutes": "budget=VALUEm",
         "n": "num_samples",
         "name": "out=runs/VALUE",
         "nsamples num_return_sequences": "sample.num_samples",
@@ -502,7 +507,8 @@ def describe_unknown_key(key: str) -> str:
     meant = OTHER_NAMES.get(last, "")
     if meant.partition("=")[0] in known:
         return f"; did you mean {meant}?"
-    if meant and (form := right_form(last, "", ("set", "budget", "out"))):
+    options = ("set", "budget", "out")
+    if (meant or last in options) and (form := right_form(last, "", options)):
         return f"; {form}"
     inside = [name for name in known if name.startswith(f"{section}.")]
     for names in (inside, known):
@@ -528,7 +534,9 @@ def right_form(word: str, value: object, names: Collection[str], *, is_python: b
         name, chosen = parse_override(meant) if "=" in meant else (meant, value)
         last, shown = name.rpartition(".")[2], f"{chosen!r:.60}" if is_python else chosen
         if name.isupper():
-            return f"the {name.lower()} as the first argument" if name in names else ""
+            return f"the {name.lower()} as an argument" if name in names else ""
+        if last == "checkpoint" and not re.fullmatch(r"best|latest|\d+", str(chosen)):
+            return ""
         if last in names:
             return f"{last}={shown}" if is_python else f"--{last.replace('_', '-')} {shown}"
         if name not in DEFAULTS or ("settings" if is_python else "set") not in names:
@@ -659,6 +667,8 @@ def read_config_tree(
     path = shipped.get(str(source), Path(str(source)))
     if not os.path.isfile(path):  # unlike Path.is_file, False for invalid names
         near = most_similar(str(source), shipped)
+        if os.path.isfile(path / "config.yaml"):  # of a run
+            near = str(path / "config.yaml")
         hint = f"did you mean {near}?" if near else f"the shipped ones are {', '.join(shipped)}"
         raise ConfigError(f"there is no config {str(source)!r:.200}; {hint}")
     try:
@@ -767,6 +777,7 @@ def parse_override(written: str) -> tuple[str, object]:
 def split_values(written: str) -> list[str]:
     """Return `KEY=VALUE` for each value of `KEY=VALUE,VALUE`, if the setting is in `SWEPT`."""
     key, equals, values = written.partition("=")
-    if not equals or key.strip() not in SWEPT or values.strip()[:1] in ("[", "{", "'", '"'):
+    if not equals or key.strip() not in SWEPT or values.strip()[:1] in ("{", "'", '"'):
         return [written]
-    return [f"{key.strip()}={value.strip()}" for value in values.split(",")]
+    found = [value.strip() for value in values.strip(" []").split(",")]
+    return [f"{key.strip()}={value}" for value in found if value] or [written]

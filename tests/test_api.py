@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -610,6 +611,19 @@ def test_a_trainer_without_a_folder_trains_but_does_not_save(verse: Path) -> Non
         trainer.save()
 
 
+def test_threads_train_what_their_seeds_say(verse: Path) -> None:
+    text = verse.read_text(encoding="utf-8")[:8000]
+    given = TINY | {"model.dropout": 0.2, "model.n_layer": 3, "threads": 1, "train.max_steps": 12}
+
+    def losses(_: object) -> list[float]:
+        trainer = chargpt.Trainer(chargpt.load_config("gpt", given), chargpt.load_corpus(text=text))
+        return [float(each.loss) for each in trainer.steps() if each.loss is not None]
+
+    alone = losses(None)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(each == alone for each in pool.map(losses, range(4)))
+
+
 def test_a_folder_stands_for_its_run(tiny_run: chargpt.Run) -> None:
     folder = str(tiny_run.folder)
     assert chargpt.evaluate(folder) == chargpt.evaluate(tiny_run)
@@ -619,10 +633,16 @@ def test_a_folder_stands_for_its_run(tiny_run: chargpt.Run) -> None:
     assert "\n" not in repr(tiny_run)
 
 
-def test_runs_and_results_show_themselves_in_a_notebook(verse: Path, tmp_path: Path) -> None:
+def test_runs_and_results_show_themselves_in_a_notebook(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Mock()
+    monkeypatch.setattr("chargpt.analysis.compare.notebook_view", lambda: shown)
     text, folder = tmp_path / "<b>&.txt", tmp_path / "<i>"
     text.write_text(verse.read_text(encoding="utf-8")[:8000], encoding="utf-8")
     compared = chargpt.compare(text, settings=TINY, out=folder, device="cpu", models=["gpt"])
+    assert shown.show_plan.call_count == 1
+    assert chargpt.compare(folder / "gpt").rows[-1].parameters == compared.rows[-1].parameters
     again = {"settings": TINY, "out": folder, "device": "cpu", "models": ["gpt"]}
     with pytest.raises(ConfigError, match="continue the comparison with start='resume'"):
         chargpt.compare(text, **again)
@@ -668,6 +688,8 @@ def test_mistakes_in_a_call_are_said_in_a_sentence(tiny_run: chargpt.Run) -> Non
         ("no config .{'seed': 1}", lambda: api.load_config({"seed": 1})),
         ("give only them", lambda: api.compare([tiny_run], models=["gpt"])),
         ("by name, as in sample", lambda: api.sample(tiny_run, "The ")),
+        ("by name, as in sample", lambda: api.sample(tiny_run, {"temperature": 1})),
+        ("there is no file", lambda: api.load_corpus("nowhere.txt")),
         (r"give chargpt\.with_mixture\(run\) as", lambda: api.stream(tiny_run, mixture=True)),
         ("'force' is not one of 'new', 'resume'", lambda: api.train(start="force")),
         ("has no mixture", lambda: api.with_mixture(tiny_run.folder)),

@@ -14,7 +14,7 @@ from statistics import fmean, mean, stdev
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from chargpt.analysis.result import MIXTURE_SUFFIX, describe_gain, difference
-from chargpt.config import SWEPT, Config, load_config, require_settings
+from chargpt.config import SWEPT, Config, load_config, require_settings, shipped_configs
 from chargpt.errors import ConfigError, FinishedError, TextError
 from chargpt.files import exists
 from chargpt.inference.evaluation import (
@@ -27,7 +27,7 @@ from chargpt.inference.evaluation import (
 from chargpt.inference.generation import sample
 from chargpt.log import logger
 from chargpt.models.ngram import NGRAM
-from chargpt.store.folder import RunFolder, has_checkpoint
+from chargpt.store.folder import RunFolder, has_checkpoint, is_run
 from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run, load_run
@@ -36,7 +36,7 @@ from chargpt.text.corpus import Corpus, Split
 from chargpt.text.prepare import prepare
 from chargpt.text.source import find_text
 from chargpt.text.tokenizer import Tokens
-from chargpt.training.api import new_request, run_steps
+from chargpt.training.api import new_request, notebook_view, run_steps
 from chargpt.training.budget import plan_run, with_measured_threads
 from chargpt.training.deadline import Pace
 from chargpt.training.mixing import try_add_mixture
@@ -363,6 +363,8 @@ class Comparison:
         out, (config, fixed_keys) = request.out, request.resolved
         if resume and out is None:
             raise ConfigError("--resume continues a stopped comparison; name its folder with --out")
+        if out is not None and out.is_file():
+            raise ConfigError(f"{out} is a file; name another folder with --out")
         trainings, deadline, pace = with_seeds(trainings_of(config), n_seeds), None, None
         if request.budget is not None:
             deadline, fixed_keys = request.deadline()
@@ -555,6 +557,12 @@ def sweep_of(
     }
     if len(sources) < len(names):
         raise ConfigError(f"two of the models {', '.join(names)} have the same name; rename a file")
+    for source in set(filter(None, sources.values())) - set(shipped_configs()):
+        tree = load_config(source).model_dump(exclude_unset=True)
+        unused = [f"{part}.{key}" for part in ("text", "train") for key in tree.get(part, ())]
+        unused += ["model.block_size"] if "block_size" in tree.get("model", ()) else []
+        if unused:
+            logger.warning(f"{source}: not used, since all models share them: {', '.join(unused)}")
     choices = [[(key, *each) for each in values.items()] for key, values in swept.items()]
     sweep = {  # by a name without sections, such as `lr=0.01`
         " ".join(f"{key.partition('.')[2]}={word}" for key, word, _ in chosen): {
@@ -611,7 +619,7 @@ def resumed_session(
 
 
 def compare(
-    path: str | Path | Sequence[Run | str | Path] | None = None,
+    path: Run | str | Path | Sequence[Run | str | Path] | None = None,
     *,
     text: str | None = None,
     config: str | Path | Config | None = None,
@@ -624,7 +632,7 @@ def compare(
     seeds: int = 1,
     split: ScoredSplit = "val",
     start: Literal["new", "resume"] = "new",
-    progress: bool = False,
+    progress: bool | None = None,
     on_report: Callable[[StepReport], object] = lambda _: None,
 ) -> Comparison:
     """Train baselines, a bigram and a GPT on a text and compare them, or compare existing runs.
@@ -632,8 +640,8 @@ def compare(
     All are evaluated on the same characters of a split, under the protocol `blocks`.
 
     Args:
-        path: as for `train`; or a list of runs or their folders, of one text, to which `device` and
-            `split` apply, and nothing else.
+        path: as for `train`; or a run, or a list of runs, or their folders, of one text, to which
+            `device` and `split` apply, and nothing else.
         text, config, settings, device, encoding: as for `train`; the config is that of the GPT, and
             the other models share its text, steps and batch. Several values of a setting, as in
             {"optim.lr": [0.01, 0.02]}, are a sweep: each combination is trained.
@@ -645,7 +653,8 @@ def compare(
         seeds: number of consecutive seeds of each model.
         split: `val` or `test`; checkpoints are chosen by `val`.
         start: `resume` continues a stopped comparison in `out`.
-        progress: show a progress bar of each training on stderr.
+        progress: show a progress bar of each training on stderr; in a Jupyter notebook, where it is
+            the default, a widget if ipywidgets is installed, after the plan.
         on_report: as for `train`, of one training after another; once it returns True, the next
             begins.
 
@@ -653,6 +662,8 @@ def compare(
         ChargptError: a text, setting, folder or run is unusable, or the runs are of several texts.
         KeyboardInterrupt: training was interrupted.
     """
+    if isinstance(path, Run) or (isinstance(path, str | Path) and is_run(Path(path))):
+        path = [path]
     changed = seeds > 1 or start == "resume" or None
     given = (text, config, settings, budget, out, encoding, models, changed)
     if isinstance(path, Sequence) and not isinstance(path, str):
@@ -676,13 +687,15 @@ def compare(
     firsts = {key: next(iter(values.values())) for key, values in swept.items()}
     request = new_request(path, text, config, settings | firsts, budget, out, device, encoding)
     comparison = Comparison(split)
-    comparison.train(
-        request,
-        sweep_of(request, models, swept, seeds),
-        lambda _, session: run_steps(session, progress, on_report),
-        seeds,
-        resume=start == "resume",
-    )
+    notebook = None if progress is False else notebook_view()
+
+    def run_session(_name: str, session: Session) -> None:
+        if notebook is not None:
+            notebook.show_plan(session)
+        run_steps(session, bool(progress or notebook), on_report)
+
+    runs_of, resume = sweep_of(request, models, swept, seeds), start == "resume"
+    comparison.train(request, runs_of, run_session, seeds, resume=resume)
     return comparison
 
 

@@ -168,7 +168,7 @@ def reject_mixed(paths: list[Path], models: str | None) -> None:
     missing = [str(path) for path in paths if not path.exists()]
     remedy = "give one text, or only runs"
     if models and missing and set(missing) <= set(shipped_configs()):
-        remedy = f"write --models {','.join([models, *missing])}"
+        remedy = f"write --models {','.join([models.strip(', '), *missing])}"
     cause = f"{next(path for path in paths if not is_run(path))} is not a run"
     if missing:
         cause = f"there is no file or folder {', '.join(missing)}"

@@ -17,6 +17,7 @@ from chargpt.inference.coding import BYTES_PER_CHARACTER, decode, header_size, r
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
 from chargpt.store.folder import RunFolder
+from chargpt.store.run import open_run
 from chargpt.text.source import STDIN, copy_stdin, missing_message
 from chargpt.training.adaptive import AdaptiveDecoder
 
@@ -50,6 +51,7 @@ def compress(
 
     Example: `chargpt compress runs/novel chapter.txt chapter.cgpt --keep`.
     """
+    open_run(run)
     content = read_input(text, out, force=force)
     loaded = runs.load_named_run(run, checkpoint, "cpu", mixture=mixture or adaptive)
     encoding = encoding or loaded.config.text.encoding
@@ -92,6 +94,7 @@ def decompress(
 
     Example: `chargpt decompress runs/novel chapter.cgpt chapter.txt`.
     """
+    open_run(run)
     content = read_input(packed, out, force=force)
     step, kind = read_header(content)
     try:

@@ -1,6 +1,7 @@
 """`chargpt config`: every setting with its type, default and meaning."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,8 +64,10 @@ def config(
     found = [
         each
         for each in settings(values)
-        if key is None or f"{each.key}.".startswith(f"{key}.")  # itself, or in this section
+        if not key or f"{each.key}.".startswith(f"{key}.")  # itself, or in this section
     ]
+    if key and os.path.isfile(key):
+        raise ConfigError(f"{key} is a file; -c {key} shows the values of a config")
     if not found:
         raise ConfigError(f"{key} is not a setting{describe_unknown_key(str(key))}")
     if json_:

@@ -1,6 +1,5 @@
 """`chargpt evaluate` and `chargpt score`: how well a run predicts a text, and its lines."""
 
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -211,8 +210,6 @@ def score(
     `chargpt score runs/novel --per-line < chapter.txt | head`.
     """
     loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture or adaptive)
-    if text == "-" and sys.stdin is not None and sys.stdin.isatty():
-        console.say("type the text; Ctrl-D ends it")
     changes = options.given_settings(encoding=encoding, encoding_errors=encoding_errors)
     if loaded.config.text.documents in ("lines", "files"):  # the text may be a part of one
         changes |= {"text.documents": None}

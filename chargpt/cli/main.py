@@ -42,7 +42,7 @@ DASHES = "([–—−])[–—−-]*(?=[a-zA-Z])"  # in place of -, at the start
 # what a space or a forgotten -s has split: a setting's key and value, or a duration
 SPLIT_SETTING = r" (?:-s|--set) ([\w.]+)(?: =?|= ) ?([^-\s]\S*)"
 BARE_SETTING = r" (?<!-s )(?<!--set )([a-z_][\w.]*)=(\S+)"
-SPLIT_BUDGET = r" --budget ([\d.]+) ([smh])"
+SPLIT_BUDGET = r" --budget[ =]([\d.]+) ([smh])"
 HELP_PAGES = Path(__file__).parent / "help"  # written by scripts/write_help_pages.py
 HELP_COLUMNS = 80
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")  # the last is Ctrl-Break of Windows
@@ -183,6 +183,7 @@ def check_usage(parent: Any, name: str, *words: str) -> None:
             raise typer.Exit
     elif not subcommands:
         context = page_command(page).make_context(name, list(words), parent=parent)
+        reject_values(context)
         arguments = page.split("\n")[0].partition("[OPTIONS]")[2].split()
         required = [each for each in arguments if each[0] != "["]
         if missing := required[len(context.args) :]:
@@ -198,7 +199,21 @@ def check_usage(parent: Any, name: str, *words: str) -> None:
         if OTHER_COMMANDS.get(words[0], "").startswith(f"{name} "):
             reject_command(parent, list(words))
         names = ", ".join(subcommands)
-        parent.fail(f"No such command {words[0]!r}: one of {names} follows `chargpt {name}`")
+        group = type(parent)(parent.command, parent=parent, info_name=name)
+        group.fail(f"No such command {words[0]!r}: one of {names} follows `chargpt {name}`")
+
+
+def reject_values(context: Any) -> None:
+    """Raise if the value of an option is an option, or begins with the = of `-o=FILE`."""
+    flags = {flag for each in context.command.params for flag in (*each.opts, *each.secondary_opts)}
+    for option in context.command.params:
+        value = context.params[option.name]
+        if not isinstance(value, str) or not {"--prompt", "--stop"}.isdisjoint(option.opts):
+            continue
+        if value in flags:
+            context.fail(f"Option {option.opts[-1]!r} requires an argument")
+        if value[:1] == "=" and option.opts[0][:2] != "--":
+            context.fail(f"a short option has no =: write {option.opts[0]} {value[1:]}")
 
 
 def extra_remedy(name: str, extra: list[str], words: Sequence[str]) -> str:
@@ -221,6 +236,10 @@ def extra_remedy(name: str, extra: list[str], words: Sequence[str]) -> str:
     is_file = any(map(os.path.isfile, extra))
     if name == "train" and re.fullmatch(r"\d+[smh]?", extra[0]):
         return "-s train.max_steps=500 or --budget 10m says how long to train"
+    if name == "train" and extra[0] in import_module("chargpt.config").shipped_configs():
+        return f"-c {extra[0]} is a config"
+    if name == "sample" and os.path.isdir(extra[0]):
+        return "give one run"
     if name == "sample":
         flag = "--prompt-file" if is_file else "-p"
         return f"{flag} {shlex.quote(' '.join(extra))} is a prompt"
@@ -350,8 +369,7 @@ def _describe_usage(error: Any, words: Sequence[str]) -> str:
         flags = [flag for each in context.command.params for flag in each.opts]
         names = {flag[2:].replace("-", "_") for flag in flags if flag[:2] == "--"}
         usage = help_text(context.command_path.partition(" ")[2]).partition("\n")[0]
-        argument = usage.partition("[OPTIONS] ")[2].partition(" ")[0]
-        names |= set(re.findall(r"[A-Z]+", argument.upper()))
+        names |= set(re.findall(r"[A-Z]+", usage.partition("[OPTIONS] ")[2].upper()))
         name = error.option_name  # of `-lr`, it is `-l`
         pairs = itertools.pairwise([*words, "-"])
         written, following = next((pair for pair in pairs if pair[0].startswith(name)), (name, "-"))

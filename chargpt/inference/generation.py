@@ -200,6 +200,8 @@ def _with_changes(run: Run, options: SampleConfig | None, given: Mapping[str, An
     """Return the options, by default the run's, with the settings among the arguments `given`."""
     if isinstance(options, str):
         raise ConfigError(f"give the prompt by name, as in sample(run, prompt={options[:20]!r})")
+    if not isinstance(options, SampleConfig | None):
+        raise ConfigError("give settings by name, as in sample(run, temperature=0.5)")
     config = run.config.model_copy(update={"sample": options or run.config.sample})
     named = {key: given[key] for key in SampleConfig.model_fields if given[key] is not OF_THE_RUN}
     return config.with_values({f"sample.{key}": value for key, value in named.items()}).sample

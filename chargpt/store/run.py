@@ -137,9 +137,10 @@ def open_run(path: str | Path) -> RunFolder:
     """Return a run's folder, or raise RunError."""
     path = Path(path)
     if path.is_file():
+        folder = path.parent if is_run(path.parent) else Path("runs", path.stem)
         raise RunError(
-            f"{path} is a file, not a run; name the run's folder, such as "
-            f"{Path('runs', path.stem)}, and the text after it where the command takes one"
+            f"{path} is a file, not a run; name the run's folder, such as {folder}, and the text "
+            "after it where the command takes one"
         )
     if is_run(path):
         return RunFolder(path)

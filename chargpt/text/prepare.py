@@ -87,16 +87,18 @@ class _Meta(BaseModel, strict=True, extra="forbid", title=META):
 
 
 def load_corpus(
-    settings: TextConfig = TextConfig(),
+    settings: TextConfig | str | Path = TextConfig(),
     *,
     text: str | None = None,
     on_progress: TextProgress | None = None,
 ) -> Corpus:
     """Return a prepared text whose files are deleted already and last as long as the object.
 
-    `text` is the text itself, instead of what `settings.path` names; the other arguments and the
-    errors are those of `prepare`.
+    `settings` is a path, or names one; `text` is the text itself instead. The other arguments and
+    the errors are those of `prepare`.
     """
+    if not isinstance(settings, TextConfig):
+        settings = TextConfig(path=str(settings))
     source = find_text(settings, text)
     with tempfile.TemporaryDirectory(prefix="chargpt-") as folder:
         return replace(prepare(source, settings, Path(folder), on_progress), folder=None)

@@ -460,6 +460,8 @@ def copy_stdin(write: Callable[[bytes], object], max_bytes: int) -> None:
     """Copy standard input, which can be read only once; TextError if it is closed or too large."""
     if sys.stdin is None:
         raise TextError("standard input is closed; pipe a text in, or name a file")
+    if sys.stdin.isatty():
+        logger.info("type the text; Ctrl-D ends it")
     size, stream = 0, cast(io.BufferedIOBase, sys.stdin.buffer)
     while content := stream.read1(CHUNK_BYTES):  # `read` needs two Ctrl-D on a terminal
         size += len(content)

@@ -72,7 +72,7 @@ def train(
     request = new_request(
         path, text, config, settings, budget, out, device, encoding, from_run, start
     )
-    notebook = None if progress is False else _notebook_view()
+    notebook = None if progress is False else notebook_view()
     with collected_notes() as notes:
         try:
             with open_session(request) as session:
@@ -138,7 +138,7 @@ def new_request(
     )
 
 
-def _notebook_view() -> Any:
+def notebook_view() -> Any:
     """Return the module that shows a training in a notebook, which is of a later layer, or None."""
     ipython = sys.modules.get("IPython")
     in_kernel = ipython is not None and hasattr(ipython.get_ipython(), "kernel")

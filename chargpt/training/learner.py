@@ -10,6 +10,7 @@ import contextlib
 import gc
 import hashlib
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ from chargpt.training.optim import Optimizer
 SAMPLE_LENGTH = 200  # characters
 N_DOCUMENTS = 5  # per sample, of a list of documents
 MAX_RESIDENT_BYTES = 2**31  # of tokens on a GPU
+# PyTorch's, of the whole process: what a thread draws from it follows from the seed that it has set
+_generator = threading.Lock()
 
 
 class Learner:
@@ -86,8 +89,9 @@ class Learner:
         self.captured_forward_backward: Callable[[Tensor], Tensor] | None = None
         self.captured_update: Callable[[int, float], object] | None = None
         self.capture_error: str | None = None
-        torch.manual_seed(config.seed)
-        model = build_model(config.model, corpus.tokenizer.vocab_size)
+        with _generator:
+            torch.manual_seed(config.seed)
+            model = build_model(config.model, corpus.tokenizer.vocab_size)
         model.first_continuation_id = corpus.tokenizer.first_continuation_id
         self.model: LanguageModel = model.to(device)
         self.l2_sp, self.initial_weights = config.optim.l2_sp, list[Tensor]()
@@ -163,11 +167,12 @@ class Learner:
         batch = self.batches.at(step, rows).to(self.device, non_blocking=non_blocking)
         total = torch.zeros((), device=self.device)
         for number, micro_batch in enumerate(torch.split(batch, self.micro_batch_size)):
-            self.seed_dropout(step, number)
             is_last = number == self.train_config.micro_batches - 1
             if isinstance(self.ddp_model, DistributedDataParallel):
                 self.ddp_model.require_backward_grad_sync = is_last  # average over the ranks
-            loss = (self.captured_forward_backward or self.forward_backward)(micro_batch)
+            with _generator if self.dropout else contextlib.nullcontext():
+                self.seed_dropout(step, number)
+                loss = (self.captured_forward_backward or self.forward_backward)(micro_batch)
             total += loss / self.train_config.micro_batches
         return total
 
