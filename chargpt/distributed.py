@@ -5,14 +5,21 @@ The command line imports this module before it knows whether it needs torch.
 
 import os
 import re
+import socket
+import time
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from chargpt.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
 
+TIMEOUT_SECONDS = 600  # of a rank that waits for another: more than rank 0 ever needs alone
+MAX_LAUNCH_SECONDS = 60  # a parent that began earlier did more than to start the ranks
 LOST_RANK = (  # in errors of torch, gloo, NCCL and NCCL's watchdog
     "DistNetworkError|gloo|remote process exited|Connection closed by|ncclRemoteError|"
     "NCCL communicator was aborted|Watchdog caught collective operation timeout"
@@ -40,6 +47,19 @@ def rank_variable(name: str, default: int = 0) -> int:
     return int(text)
 
 
+def launch_seconds() -> float:
+    """Return how long `torchrun` took to start this process; 0 of restarts and if unknown."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":
+        return 0.0
+    with suppress(OSError, ValueError, IndexError, AttributeError):  # only Linux has these
+        parent = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="ascii")
+        ticks_at_start = int(parent.rpartition(")")[2].split()[19])
+        started = ticks_at_start / os.sysconf("SC_CLK_TCK")
+        seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - started
+        return seconds if 0 < seconds < MAX_LAUNCH_SECONDS else 0.0
+    return 0.0
+
+
 @dataclass(frozen=True)
 class RankGroup:
     """The ranks that train one model together. Without `torchrun` it is rank 0 of 1."""
@@ -52,19 +72,43 @@ class RankGroup:
         """Whether this is rank 0, the one that prints and writes."""
         return self.rank == 0
 
-    def all_reduce_mean(self, value: "torch.Tensor") -> "torch.Tensor":
-        """Return the mean of a tensor over all ranks (all-reduce)."""
+    def all_reduce_sum(self, value: "torch.Tensor") -> "torch.Tensor":
+        """Return the sum of a tensor over all ranks (all-reduce)."""
         if self.world_size > 1:
             import torch.distributed as dist
 
             value = value.clone()
             dist.all_reduce(value)
-            value /= self.world_size
         return value
+
+    def all_reduce_mean(self, value: "torch.Tensor") -> "torch.Tensor":
+        """Return the mean of a tensor over all ranks."""
+        total = self.all_reduce_sum(value)
+        return total if self.world_size == 1 else total / self.world_size
 
     def all_reduce_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
-        return bool(self.all_reduce_mean(self._scalar(flag)) > 0)
+        return self.agree(flag, 0.0)[0]
+
+    def agree(self, flag: bool, number: float) -> tuple[bool, float]:
+        """Return whether the flag is set on any rank, and rank 0's number, in one all-reduce."""
+        if self.world_size == 1:
+            return flag, number
+        import torch
+
+        values = torch.tensor([float(flag), number if self.is_main else 0.0], dtype=torch.float64)
+        n_set, of_rank_0 = self.all_reduce_sum(values).tolist()
+        return n_set > 0, of_rank_0
+
+    def all_gather(self, part: "torch.Tensor") -> "torch.Tensor":
+        """Return the tensors (N, ...) of all ranks, in their order, as (world_size * N, ...)."""
+        if self.world_size == 1:
+            return part
+        import torch.distributed as dist
+
+        whole = part.new_empty((self.world_size * len(part), *part.shape[1:]))
+        dist.all_gather(list(whole.chunk(self.world_size)), part.contiguous())
+        return whole
 
     def broadcast(self, number: float) -> float:
         """Return rank 0's number on every rank."""
@@ -76,6 +120,24 @@ class RankGroup:
         dist.broadcast(tensor, src=0)
         return float(tensor)
 
+    def broadcast_text(self, text: str) -> str:
+        """Return rank 0's text on every rank."""
+        content = text.encode()
+        return self.broadcast_bytes(content, int(self.broadcast(len(content)))).decode()
+
+    def broadcast_bytes(self, content: bytes, size: int) -> bytes:
+        """Return rank 0's bytes, `size` of them, on every rank."""
+        if self.world_size == 1 or not size:
+            return content
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.empty(size, dtype=torch.uint8)
+        if self.is_main:
+            tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        dist.broadcast(tensor, src=0)
+        return tensor.numpy().tobytes()
+
     def _scalar(self, number: float) -> "torch.Tensor":
         # on the CPU, which has a backend of its own: on a GPU each number would synchronise
         import torch
@@ -83,38 +145,51 @@ class RankGroup:
         return torch.tensor(float(number), dtype=torch.float64)
 
 
-def init_process_group(device: "torch.device") -> RankGroup:
+def init_process_group() -> RankGroup:
     """Join the process group of `torchrun`, if it started this process, or raise DeviceError."""
     size = world_size()
     is_main_rank()  # checks the variable
     if size == 1:
         return RankGroup()
-    if device.type == "mps":
-        raise DeviceError(
-            "an Apple GPU trains with one process; start without torchrun, or set device to cpu"
-        )
     import torch
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     try:
-        store, rank, size = next(iter(rendezvous("env://")))
-        # ranks restarted by `--max-restarts` find the same store (pytorch issue 135712), with the
-        # addresses of the previous attempt: a prefix per attempt separates them. The restart count
-        # may differ between machines, so this applies on a single machine only.
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        shared, rank, size = next(iter(rendezvous("env://")))
+        store = _new_store(shared, is_main=rank == 0)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        timeout = timedelta(seconds=TIMEOUT_SECONDS)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise DeviceError(
             f"cannot connect the {size} processes ({str(error).splitlines()[0]}); "
             "start them with `torchrun`"
         ) from None
     return RankGroup(dist.get_rank(), dist.get_world_size())
+
+
+def _new_store(shared: Any, *, is_main: bool) -> Any:
+    """Return a store of these ranks alone, which rank 0 serves and names in the shared one.
+
+    Ranks restarted by `--max-restarts` find the shared store with the addresses of the ranks before
+    (pytorch issue 135712), also that of their own store, at which nobody answers any more.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, key = os.environ["MASTER_ADDR"], "port of the ranks' store"
+    if is_main:
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        shared.set(key, str(store.port))
+        return store
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        port = int(shared.get(key))
+        with suppress(OSError):
+            socket.create_connection((host, port), timeout=2).close()
+            return TCPStore(host, port, is_master=False)
+        time.sleep(0.1)
+    raise RuntimeError(f"rank 0 at {host} does not answer")
 
 
 def is_lost_rank_error(error: Exception) -> bool:

@@ -23,7 +23,7 @@ from saving import failing
 
 import chargpt
 from chargpt.config import SampleConfig, TextConfig
-from chargpt.distributed import init_process_group
+from chargpt.distributed import RankGroup
 from chargpt.errors import (
     ConfigError,
     DeviceError,
@@ -401,16 +401,17 @@ def test_a_run_is_resumed_with_its_own_content_only(verse: Path, tmp_path: Path)
             chargpt.train(**given, out=out, start="resume")  # type: ignore[arg-type]
 
 
-def test_several_processes_need_a_folder_and_a_text_that_all_of_them_can_read(
-    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_several_processes_need_a_folder_and_a_device_that_has_them(
+    verse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="several processes need the run's folder; give out="):
         chargpt.train(verse, settings=TINY)
-    with pytest.raises(TextError, match="several processes cannot share standard input"):
-        chargpt.train("-", settings=TINY, out=tmp_path / "run")
+    mps = torch.device("mps"), ""
+    monkeypatch.setattr("chargpt.training.trainer.choose_device", lambda _: mps)
+    corpus = chargpt.load_corpus(TextConfig(path=str(verse)))
     with pytest.raises(DeviceError, match="an Apple GPU trains with one process"):
-        init_process_group(torch.device("mps"))
+        chargpt.Trainer(chargpt.load_config("gpt", TINY), corpus, group=RankGroup(0, 2))
 
 
 def test_a_budget_begins_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

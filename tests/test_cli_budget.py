@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import Cli, refusal
+from conftest import Cli
 from shared_runs import QUICK
 from starting import create_run, pace_of
 
@@ -297,22 +297,3 @@ def test_another_number_of_steps_drops_what_was_re_planned(tmp_path: Path) -> No
         assert (changed.train.max_steps, changed.schedule) == (max_steps, schedule)
     points = load_config(file, {"train.max_steps": 60, "schedule.decay_points": [[9, 50]]})
     assert points.schedule.decay_points == ((9, 50),)
-
-
-def test_a_budget_is_rejected_with_several_processes(
-    verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "plans for one process" in refusal(cli("train", verse, "--budget", "30s"))
-
-
-@pytest.mark.slow
-def test_a_budget_takes_precedence_over_the_steps_of_a_config(verse: Path, cli: Cli) -> None:
-    Path("mine.yaml").write_text("train: {max_steps: 5000}\nmodel: {kind: bigram}")
-    command = ("train", verse, "--budget", "20s", "-c", "mine.yaml", "--out", "run")
-    done = cli(*command)
-    assert done.returncode == 0, done.stderr
-    planned = load_run("run").config.train.max_steps
-    assert planned != 5000
-    assert cli(*command, "--resume").returncode == 0
-    assert load_run("run").config.train.max_steps == planned

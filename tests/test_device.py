@@ -125,7 +125,7 @@ def test_onednn_is_chosen_on_amd_cpus_with_avx512(
 
 def test_a_single_rank_reduces_and_broadcasts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    group = init_process_group(CPU)
+    group = init_process_group()
     assert group == RankGroup(0, 1)
     value = torch.tensor([1.0, 2.0])
     assert group.all_reduce_mean(value) is value
@@ -140,7 +140,7 @@ def test_a_missing_rendezvous_address_is_rejected(monkeypatch: pytest.MonkeyPatc
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(DeviceError, match=r"cannot connect the 2 processes .*torchrun") as caught:
-        init_process_group(CPU)
+        init_process_group()
     assert "\n" not in str(caught.value)
 
 
@@ -168,13 +168,14 @@ def test_the_errors_of_a_lost_rank_are_known(message: str, monkeypatch: pytest.M
 def test_ranks_on_gpus_agree_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     backends = []
     rendezvous = import_module("torch.distributed.rendezvous")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(rendezvous, "rendezvous", lambda _: iter([(HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    group = init_process_group(torch.device("cuda", 0))
+    group = init_process_group()
     assert backends == ["cpu:gloo,cuda:nccl"]
     assert group._scalar(1).device == CPU
 

@@ -23,10 +23,38 @@ SETTINGS = (
 ).split()
 
 
-def torchrun(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    launcher = "-m torch.distributed.run --standalone --nproc-per-node=2 -m chargpt".split()
+# the command line on a rank whose clock is a minute ahead of the one before, and which is slow;
+# each rank writes the numbers of steps that it has done and planned
+SKEWED = """
+import os, time
+from pathlib import Path
+
+rank, real_time = int(os.environ["RANK"]), time.perf_counter
+time.perf_counter = lambda: real_time() + 60 * rank
+from chargpt.cli.main import run
+from chargpt.training.trainer import Trainer
+
+real_steps, real_step = Trainer.steps, Trainer.train_step
+
+def steps(trainer, *args):
+    yield from real_steps(trainer, *args)
+    Path(f"steps-{rank}").write_text(f"{trainer.state.step} {trainer.config.train.max_steps}")
+
+def train_step(trainer):
+    time.sleep(0.02 * rank)
+    return real_step(trainer)
+
+Trainer.steps, Trainer.train_step = steps, train_step
+run()
+"""
+
+
+def torchrun(
+    *args: object, cwd: Path, program: tuple[object, ...] = ("-m", "chargpt")
+) -> subprocess.CompletedProcess[str]:
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node=2".split()
     return subprocess.run(
-        [sys.executable, *launcher, *map(str, args)],
+        [sys.executable, *launcher, *map(str, (*program, *args))],
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -56,6 +84,79 @@ def test_two_ranks_train_to_the_losses_of_one_process(
     assert "x 2 processes" in together.stderr
     assert together.stdout.count("perplexity") == 1
     assert "Warning" not in together.stderr
+
+
+@pytest.mark.slow
+def test_the_ranks_keep_a_budget_by_the_clock_of_rank_0(verse: Path, tmp_path: Path) -> None:
+    script = tmp_path / "skewed.py"
+    script.write_text(SKEWED)
+    model = "-s model.n_layer=1 -s model.n_embd=32 -s dtype=float32 --device cpu".split()
+    budget = (*model, "--budget", "6s", "--out", "run")
+    done = torchrun("train", verse, *budget, cwd=tmp_path, program=(script,))
+    assert done.returncode == 0, done.stderr
+    assert "budget  6.0 s: " in done.stderr
+    steps = {(tmp_path / f"steps-{rank}").read_text() for rank in (0, 1)}
+    assert len(steps) == 1
+    n_steps, max_steps = map(int, steps.pop().split())
+    assert n_steps == max_steps >= 20
+    state = json.loads(next((tmp_path / "run/checkpoints").glob("*/state.json")).read_text())
+    assert state["world_size"] == 2
+    n_before = len(losses(tmp_path / "run"))
+    more = torchrun("train", "--resume", "run", "--budget", "5s", cwd=tmp_path)
+    assert more.returncode == 0, more.stderr
+    assert len(losses(tmp_path / "run")) > n_before
+
+
+# rank 1 as on a host of its own, without the text and the run
+APART = """
+import os
+os.chdir(os.environ["RANK"])
+os.environ["LOCAL_RANK"] = "0"
+from chargpt.cli.main import run
+from chargpt.store import mirror
+if os.environ["RANK"] == "1":
+    mirror._facts = lambda folder: {}
+run()
+"""
+
+
+@pytest.mark.slow
+def test_a_host_without_the_text_and_the_run_gets_them_from_rank_0(
+    verse: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    for folder in (tmp_path / "0", tmp_path / "1", temporary):
+        folder.mkdir()
+    (tmp_path / "0" / "text.txt").write_bytes(verse.read_bytes())
+    (tmp_path / "apart.py").write_text(APART)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    more = ("train", "--resume", "run", "-s", "train.max_steps=12")
+    for words in (("train", "text.txt", *SETTINGS, "--out", "run"), more):
+        done = torchrun(*words, cwd=tmp_path, program=("apart.py",))
+        assert done.returncode == 0, done.stderr
+    alone = tmp_path / "alone"
+    assert cli("train", verse, *SETTINGS, "--out", alone).returncode == 0
+    assert cli(*(alone if word == "run" else word for word in more)).returncode == 0
+    assert losses(tmp_path / "0" / "run") == pytest.approx(losses(alone), abs=1e-5)
+    assert not list((tmp_path / "1").iterdir())
+    assert not list(temporary.glob("chargpt-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train missing.txt", "there is no file "),
+        ("compare text.txt", "a comparison trains in one process; start it without torchrun"),
+    ],
+)
+def test_a_mistake_is_one_sentence_of_rank_0(words: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("A text that is long enough.\n" * 200)
+    done = torchrun(*words.split(), *SETTINGS, cwd=tmp_path)
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if "chargpt: " in line]
+    assert line.startswith("chargpt: ")
+    assert message in line
 
 
 def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected(verse: Path) -> None:

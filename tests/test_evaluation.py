@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import math
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from noise import bigram_of_counts, fill_with_noise, noisy_model, noisy_run_on
 
 from chargpt.config import TextConfig
+from chargpt.distributed import RankGroup
 from chargpt.errors import ConfigError, RunError, TextError, UnknownCharacterError
 from chargpt.inference import evaluation
 from chargpt.inference.evaluation import Baselines, Evaluation, evaluate, evaluate_tokens
@@ -383,3 +385,28 @@ def test_unknown_characters_of_another_text_follow_the_policy(make_run, tmp_path
     path.write_text("ÉÉ", encoding="utf-8")
     with pytest.raises(TextError, match="the text is shorter than 2 characters"):
         evaluate(make_run("skip"), path=path)
+
+
+class Part(RankGroup):
+    """A rank that keeps its sums, and goes on as if the others had added nothing."""
+
+    def all_reduce_sum(self, value):
+        parts.append(value)
+        return value
+
+
+parts = []
+
+
+@pytest.mark.parametrize("protocol", ["blocks", "sliding"])
+def test_ranks_together_score_what_one_process_does_to_the_last_digit(protocol, monkeypatch):
+    monkeypatch.setattr(evaluation, "MAX_CPU_CALL_TOKENS", 4 * T)  # of a forward pass
+    model, tokens, scored = noisy_model(), random_tokens(500), []
+    for world_size in (1, 2, 3, 60):  # of the last, some score nothing
+        parts.clear()
+        for rank in range(world_size):
+            with suppress(TextError):
+                evaluate_tokens(model, tokens, protocol=protocol, group=Part(rank, world_size))
+        scored.append(torch.stack(parts).sum(dim=0))
+    assert all(torch.equal(each, scored[0]) for each in scored)
+    assert scored[0][1].sum() == 499

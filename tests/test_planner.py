@@ -197,6 +197,17 @@ def test_a_planned_batch_divides_into_micro_batches(micro_batches: int, corpus: 
     assert config.train.batch_size == {1: 8, 3: 6, 16: 16, 64: 64}[micro_batches]
 
 
+@pytest.mark.parametrize(("n_ranks", "batch_size"), [(1, 8), (2, 8), (3, 6), (8, 8), (12, 12)])
+def test_a_planned_batch_divides_over_the_ranks_and_useless_ones_are_named(
+    n_ranks: int, batch_size: int, corpus: Corpus, notes: list[str]
+) -> None:
+    machine = Machine(corpus.tokenizer.vocab_size)
+    planner = Planner(Config(), corpus, fixed_deadline(60), (), machine, n_ranks)
+    assert planner.plan().config.train.batch_size == batch_size
+    useless = "12 processes are more than the 8 sequences of the batch"
+    assert any(useless in note for note in notes) == (n_ranks == 12)
+
+
 @pytest.mark.parametrize("length", [9_000, 93_000, 1_000_000])
 def test_a_short_text_gets_a_small_model_however_fast_the_machine_is(
     corpus: Corpus, length: int

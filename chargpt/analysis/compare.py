@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from chargpt.analysis.result import MIXTURE_SUFFIX, describe_gain, difference
 from chargpt.config import SWEPT, Config, load_config, require_settings, shipped_configs
+from chargpt.distributed import world_size
 from chargpt.errors import ConfigError, FinishedError, TextError
 from chargpt.files import exists
 from chargpt.inference.evaluation import (
@@ -360,6 +361,8 @@ class Comparison:
         Raises:
             ChargptError: the text, a setting or the folder is unusable.
         """
+        if world_size() > 1:
+            raise ConfigError("a comparison trains in one process; start it without torchrun")
         out, (config, fixed_keys) = request.out, request.resolved
         if resume and out is None:
             raise ConfigError("--resume continues a stopped comparison; name its folder with --out")

@@ -31,6 +31,7 @@ CONTROLS = "\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff"  # but \n and \t, and what i
 CONTROL = re.compile(f"[{CONTROLS}]")
 UNSAFE = re.compile(f"[{CONTROLS}\u202a-\u202e\u2066-\u2069]")  # or reorders the text around it
 
+LAUNCHER_SECONDS = 3  # in which `torchrun` ends the other ranks when rank 0 has ended
 started = time.perf_counter()  # when the command began; `run` sets it
 is_silent = False  # on the ranks of `torchrun` but the first; `run` sets it
 active_bar: "tqdm[NoReturn] | None" = None  # the progress bar on the terminal
@@ -216,10 +217,11 @@ def has_process_group() -> bool:
 
 
 def print_error(text: str) -> None:
-    """Print an error message: on rank 0, or on any rank once the process group exists."""
+    """Print an error message; on another rank than 0 only if rank 0 does not end with its own."""
     if not is_silent:
         say(f"chargpt: {text}")
-    elif has_process_group():
+    else:
+        time.sleep(LAUNCHER_SECONDS)
         with suppress(OSError):
             text = f"chargpt: process {os.environ['RANK']}: {printable(text)}"
             print(text, file=sys.stderr, flush=True)

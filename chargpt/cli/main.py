@@ -31,7 +31,7 @@ from typer.core import TyperGroup
 
 from chargpt import __version__
 from chargpt.cli import console
-from chargpt.distributed import is_main_rank
+from chargpt.distributed import is_main_rank, launch_seconds
 from chargpt.errors import ChargptError, DeviceError, Stopped
 
 # Typer vendors click in some versions and depends on it in others; the bases of its public
@@ -282,10 +282,10 @@ def main(
 
 def run() -> NoReturn:
     """Run the command line and exit with its code."""
-    console.started = time.perf_counter()
+    console.started = time.perf_counter() - launch_seconds()
     console.is_silent = False
     with suppress(DeviceError):  # which `train` rejects
-        console.is_silent = sys.argv[1:2] == ["train"] and not is_main_rank()
+        console.is_silent = sys.argv[1:2] in (["train"], ["compare"]) and not is_main_rank()
     open_streams()
     # Importing torch makes a million objects that stay. Collecting garbage among them at Python's
     # default rate takes a fifth of a start.

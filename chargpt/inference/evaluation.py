@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chargpt.distributed import RankGroup
 from chargpt.errors import NOT_FINITE, ConfigError, OperationError, TextError
 from chargpt.models import LanguageModel, eval_mode
 from chargpt.models.ngram import BIGRAM_ALPHA, NGRAM, NGRAM_ORDER, NGramLM, bigram_log_probs
@@ -240,6 +241,7 @@ def evaluate_tokens(
     seed: int = 1337,
     on_progress: OnProgress = lambda *_: None,
     is_stopped: Callable[[], bool] | None = None,
+    group: RankGroup = RankGroup(),
 ) -> Evaluation:
     """Evaluate a model on token ids.
 
@@ -252,6 +254,7 @@ def evaluate_tokens(
         span: with `blocks`, length of such a span; the block size by default. Models with different
             block sizes score the same characters if it is the same.
         protocol, stride, dtype, seed, on_progress, is_stopped: as for `evaluate`.
+        group: the ranks, which score a part each and return the same result as one process.
 
     Raises:
         TextError: there are too few characters.
@@ -275,8 +278,22 @@ def evaluate_tokens(
             each._replace(starts=each.starts[shuffled_order(len(each.starts), seed)])
             for each in windows
         ]
-    batches = iter_losses(model, tokens, windows, lookback, dtype)
-    losses, sizes, n_correct, squares = _sum_by_block(batches, total, on_progress, is_stopped)
+    calls = split_by_call(model, windows)
+    own = range(group.rank, len(calls), group.world_size)
+    batches = iter_losses(model, tokens, [calls[number] for number in own], lookback, dtype)
+    first_blocks = np.cumsum([0, *(len(starts) for starts, *_ in calls)])
+    # loss and size of each block; correct characters and sum of squares with a call's first block
+    sums, done = np.zeros((4, first_blocks[-1])), 0
+    for number, batch in zip(own, batches, strict=True):
+        first, end = first_blocks[number : number + 2]
+        sums[:2, first:end], sums[2:, first] = _sums_of(*batch)
+        done += batch[0].size
+        on_progress(done, total)
+        if is_stopped is not None and is_stopped():
+            sums = sums[:, :end]
+            break
+    sums = group.all_reduce_sum(torch.from_numpy(sums)).numpy()  # exact: others have added 0
+    losses, sizes, n_correct, squares = *sums[:2], int(sums[2].sum()), sum(sums[3].tolist())
     characters = int(sizes.sum())
     if not characters:
         raise TextError("no character begins in what is scored; give a longer text")
@@ -389,27 +406,14 @@ def gather_rows(tokens: Tokens, starts: Ints, length: int) -> Ints:
     return rows
 
 
-def _sum_by_block(
-    batches: Iterator[Floats],
-    total: int,
-    on_progress: OnProgress,
-    is_stopped: Callable[[], bool] | None,
-) -> tuple[Floats, Floats, int, float]:
-    """Return loss and size of each block, correct characters, sum of squares of their losses."""
-    block_losses, block_sizes, n_correct, squares, done = [], [], 0, 0.0, 0
-    for losses, correct, is_first in batches:
-        block_losses.append(losses.sum(axis=1))
-        block_sizes.append(is_first.sum(axis=1))
-        # number of the character that each token belongs to, from 1
-        character = is_first.ravel().cumsum().astype(np.int64)
-        n_wrong = np.bincount(character, weights=1 - correct.ravel())  # tokens of each
-        n_correct += int((n_wrong[1:] == 0).sum())
-        squares += (np.bincount(character, weights=losses.ravel()) ** 2).sum()
-        done += losses.size
-        on_progress(done, total)
-        if is_stopped is not None and is_stopped():
-            break
-    return np.concatenate(block_losses), np.concatenate(block_sizes), n_correct, float(squares)
+def _sums_of(losses: Floats, correct: Floats, is_first: Floats) -> tuple[Floats, Floats]:
+    """Return loss and size of each block; number of correct characters, sum of squared losses."""
+    # number of the character that each token belongs to, from 1
+    character = is_first.ravel().cumsum().astype(np.int64)
+    n_wrong = np.bincount(character, weights=1 - correct.ravel())  # tokens of each
+    squares = (np.bincount(character, weights=losses.ravel()) ** 2).sum()
+    n_correct = (n_wrong[1:] == 0).sum()
+    return np.stack((losses.sum(axis=1), is_first.sum(axis=1))), np.array([n_correct, squares])
 
 
 def _by_span(clusters: Floats, windows: Sequence[Windows], span: int) -> Floats:
@@ -469,17 +473,26 @@ def iter_logits(
     of tokens before each window that n-gram models read; -1 stands for none.
     """
     device = model.device
-    max_tokens = MAX_CPU_CALL_TOKENS if device.type == "cpu" else MAX_CALL_TOKENS
     with eval_mode(model):
-        for starts, length, n_unscored in windows:
-            n_rows = min(MAX_LOGITS_BYTES // (4 * length * model.vocab_size), max_tokens // length)
-            for firsts in np.split(starts, np.arange(0, len(starts), max(1, n_rows))[1:]):
-                rows = gather_rows(tokens, firsts - lookback, lookback + length)
-                batch = torch.from_numpy(rows).to(device)
-                with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-                    before, inputs = batch[:, :lookback], batch[:, lookback:-1]
-                    logits = model(inputs, before=before) if lookback else model(inputs)
-                yield logits[:, n_unscored:].float(), batch[:, lookback + 1 + n_unscored :]
+        for starts, length, n_unscored in split_by_call(model, windows):
+            rows = gather_rows(tokens, starts - lookback, lookback + length)
+            batch = torch.from_numpy(rows).to(device)
+            with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
+                before, inputs = batch[:, :lookback], batch[:, lookback:-1]
+                logits = model(inputs, before=before) if lookback else model(inputs)
+            yield logits[:, n_unscored:].float(), batch[:, lookback + 1 + n_unscored :]
+
+
+def split_by_call(model: LanguageModel, windows: Sequence[Windows]) -> list[Windows]:
+    """Return the windows of each forward pass, as many as its memory is bounded to."""
+    max_tokens = MAX_CPU_CALL_TOKENS if model.device.type == "cpu" else MAX_CALL_TOKENS
+    calls = []
+    for each in windows:
+        row_bytes = 4 * each.length * model.vocab_size
+        n_rows = max(1, min(MAX_LOGITS_BYTES // row_bytes, max_tokens // each.length))
+        cuts = np.arange(n_rows, len(each.starts), n_rows)
+        calls += [each._replace(starts=starts) for starts in np.split(each.starts, cuts)]
+    return calls
 
 
 class Baselines:

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -396,14 +395,8 @@ class RunFolder:
     def prepare_text(
         self, source: Source, settings: TextConfig, on_progress: TextProgress | None = None
     ) -> Corpus:
-        """Read a text into `new_text`, on other ranks than 0 for this process only.
-
-        Arguments and errors are those of `prepare`.
-        """
-        if is_main_rank():
-            return prepare(source, settings, self.new_text, on_progress)
-        with tempfile.TemporaryDirectory() as temporary:
-            return prepare(source, settings, Path(temporary))
+        """Read a text into `new_text`; arguments and errors are those of `prepare`."""
+        return prepare(source, settings, self.new_text, on_progress)
 
     def has_text(self) -> bool:
         """Return whether the run has a text of its own."""

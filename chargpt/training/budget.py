@@ -12,6 +12,7 @@ import numpy as np
 
 from chargpt.config import REPLANNED, Config
 from chargpt.device import ThreadTuner, choose_device, default_threads, measure_threads, synchronize
+from chargpt.distributed import RankGroup
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.log import logger
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, MIN_MIXTURE_CHARACTERS, Corpus
@@ -45,9 +46,13 @@ def with_measured_threads(config: Config) -> Config:
 
 
 def plan_run(
-    config: Config, corpus: Corpus, deadline: Deadline, fixed_keys: frozenset[str]
+    config: Config,
+    corpus: Corpus,
+    deadline: Deadline,
+    fixed_keys: frozenset[str],
+    group: RankGroup = RankGroup(),
 ) -> tuple[Config, Corpus, Pace]:
-    """Plan a run for a deadline from trial steps.
+    """Plan a run for a deadline, which the ranks share, from trial steps that they run together.
 
     The user has set the dotted keys `fixed_keys`; if `threads` is not one of them, their number is
     measured again while the run trains.
@@ -65,23 +70,25 @@ def plan_run(
     if len(corpus.split("mixture")):
         seconds = deadline.scoring_seconds + mixture_seconds(corpus, deadline.slowdown)
         deadline = replace(deadline, scoring_seconds=seconds)
-    trials = Trials(corpus)
-    pace = Planner(config, corpus, deadline, fixed_keys, trials).plan()
+    trials = Trials(corpus, group)
+    pace = Planner(config, corpus, deadline, fixed_keys, trials, group.world_size).plan()
     reserve_scoring(pace, trials)
-    if config.threads is not None and "threads" not in fixed_keys:
+    if config.threads is not None and "threads" not in fixed_keys and group.world_size == 1:
         pace.thread_tuner = ThreadTuner(default_threads())
     # before anything is trained: when a comparison comes to this run, others may have taken longer
     pace.deadline.require(pace.seconds_of(MIN_STEPS))
     return pace.config, corpus, pace
 
 
-def plan_more_steps(config: Config, step: int, corpus: Corpus, deadline: Deadline) -> Pace:
+def plan_more_steps(
+    config: Config, step: int, corpus: Corpus, deadline: Deadline, group: RankGroup
+) -> Pace:
     """Plan how many steps more a run has time for after `step` steps; they are in `pace.config`.
 
     Raises:
         OperationError: the fewest useful steps would take more than twice the budget.
     """
-    trials = Trials(corpus)
+    trials = Trials(corpus, group)
     speed = trials(config, deadline.remaining / MIN_STEPS)
     pace = Pace(deadline, config, speed, size_was_chosen=False, step_limit=sys.maxsize)
     reserve_scoring(pace, trials)
@@ -101,7 +108,7 @@ def reserve_scoring(pace: Pace, trials: "Trials") -> None:
     reserved = scoring_seconds(pace.deadline, corpus, config, token_seconds)
     pace.deadline = replace(pace.deadline, scoring_seconds=reserved)
     n_scored = min(config.train.evaluation_tokens, len(corpus.split("val")))
-    pace.validation_seconds = token_seconds * n_scored
+    pace.validation_seconds = token_seconds * n_scored / trials.group.world_size
 
 
 def with_mixture_split(
@@ -133,10 +140,13 @@ def with_mixture_split(
 
 
 class Trials:
-    """Measures configs on a text; the planner calls it for each size that it considers."""
+    """Measures configs on a text; the planner calls it for each size that it considers.
 
-    def __init__(self, corpus: Corpus) -> None:
-        self.corpus = corpus
+    What it returns is rank 0's measurement, on every rank.
+    """
+
+    def __init__(self, corpus: Corpus, group: RankGroup = RankGroup()) -> None:
+        self.corpus, self.group = corpus, group
         self.learner: Learner | None = None  # of the last trial
 
     def __call__(self, config: Config, max_seconds: float = math.inf) -> float:
@@ -146,8 +156,10 @@ class Trials:
         over `max_seconds`, it is the only one.
         """
         fresh = {"train.ngram_target_weight": 0.0, "train.from_run": None, "optim.l2_sp": 0.0}
+        if self.learner is not None:
+            self.learner.unwrap_ddp()
         self.learner = None  # its memory is free for the next one
-        self.learner = Trainer(config.with_values(fresh), self.corpus).learner
+        self.learner = Trainer(config.with_values(fresh), self.corpus, group=self.group).learner
         seconds = measure_step_seconds(
             self.learner, TRIAL_STEPS, update=True, max_seconds=max_seconds
         )
@@ -159,13 +171,14 @@ class Trials:
         # a short split is repeated: a single forward pass says little about the time of many
         val = self.corpus.split("val")
         tokens = np.resize(val[: TIMED_TOKENS + 1], TIMED_TOKENS + 1)
+        self.learner.unwrap_ddp()
         model, self.learner = self.learner.model, None
         # the first call is a warm-up: a GPU loads its kernels
         for n_timed in (model.block_size, TIMED_TOKENS):
             start = time.perf_counter()
             timed = evaluate_tokens(model, tokens, max_tokens=n_timed)
         per_character = (time.perf_counter() - start) / timed.characters
-        return per_character * self.corpus.characters_per_token
+        return self.group.broadcast(per_character * self.corpus.characters_per_token)
 
 
 def expected_seconds(trainer: Trainer) -> float:
@@ -177,15 +190,15 @@ def expected_seconds(trainer: Trainer) -> float:
     n_steps = train.max_steps - trainer.state.step
     step_seconds = UPDATE_OVERHEAD * measure_step_seconds(trainer.learner, 2, update=False)
     scored = min(train.evaluation_tokens, len(trainer.corpus.split("val")))
-    # a forward pass takes about a third of a step, and rank 0 evaluates alone
-    evaluation = step_seconds * scored / tokens_per_step / 3 * trainer.group.world_size
+    # a forward pass takes about a third of a step
+    evaluation = step_seconds * scored / tokens_per_step / 3
     return n_steps * step_seconds + (n_steps // train.evaluate_every + 2) * evaluation
 
 
 def measure_step_seconds(
     learner: Learner, n_steps: int, *, update: bool, max_seconds: float = math.inf
 ) -> float:
-    """Return the mean time of `n_steps` trial steps or more; the first, a warm-up, is left out.
+    """Return rank 0's mean time of `n_steps` trial steps or more, without the first, a warm-up.
 
     Without `update` the weights stay as they are. If the warm-up takes over `max_seconds`, no other
     step is run, and its time is returned.
@@ -201,13 +214,12 @@ def measure_step_seconds(
             if update:
                 learner.apply_update(step, TRIAL_LR_FACTOR)
         synchronize(learner.device)
-        return (time.perf_counter() - start) / number
+        return learner.group.broadcast((time.perf_counter() - start) / number)
 
     warm_up = run(1)
     if warm_up > max_seconds:
         return warm_up
-    # each rank measures its own speed, but all must run as many steps
-    seconds = learner.group.broadcast(run(n_steps - 1))
+    seconds = run(n_steps - 1)
     if (n_steps - 1) * seconds < MIN_TRIAL_SECONDS:
         seconds = run(math.ceil(MIN_TRIAL_SECONDS / seconds))
     learner.model.zero_grad(set_to_none=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from chargpt.config import Config, ScheduleConfig
 from chargpt.device import ThreadTuner
+from chargpt.distributed import RankGroup
 from chargpt.errors import ConfigError, OperationError
 from chargpt.log import logger
 from chargpt.models.ngram import MAX_TOKENS
@@ -103,6 +104,16 @@ class Deadline:
         # start-up uses one core: beside busy processes it takes longer than its CPU time
         slowdown = max(1.0, (clock() - started) / time.process_time())
         return cls(seconds, started, clock, slowdown, scoring_seconds=SCORING_FRACTION * seconds)
+
+    def shared(self, group: RankGroup) -> "Deadline":
+        """Return the deadline on the clock of rank 0, which all ranks must read together."""
+        if group.world_size == 1:
+            return self
+        started, slowdown = map(group.broadcast, (self.started, self.slowdown))
+        clock = self.clock
+        return replace(
+            self, started=started, slowdown=slowdown, clock=lambda: group.broadcast(clock())
+        )
 
     @property
     def has_report(self) -> bool:
@@ -204,6 +215,10 @@ class Pace:
     step_limit: int
     validation_seconds: float = 0.0
     thread_tuner: ThreadTuner | None = None
+
+    def set_time(self, now: float) -> None:
+        """Let the deadline's clock stand at a time that all ranks have agreed on."""
+        self.deadline = replace(self.deadline, clock=lambda: now)
 
     def seconds_of(self, n_steps: float) -> float:
         """Return the expected time of steps, with the validations during the fewest useful ones."""

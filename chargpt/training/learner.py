@@ -102,7 +102,7 @@ class Learner:
             if self.l2_sp:
                 self.initial_weights = [p.detach().clone() for p in self.model.parameters()]
         if saved is None:
-            self.optimizer = Optimizer(self.model, config.optim, self.dtype)
+            self.optimizer = Optimizer(self.model, config.optim, self.dtype, group)
             self.ema_weights = self._start_ema(dict(self.model.named_parameters()))
         else:
             self.restore(saved, config.optim)
@@ -142,7 +142,7 @@ class Learner:
             load_weights(self.model, tensors, saved.folder)
         self.model.zero_grad(set_to_none=True)
         self.ema_weights = self._start_ema(saved.model)
-        self.optimizer = Optimizer(self.model, optim, self.dtype)
+        self.optimizer = Optimizer(self.model, optim, self.dtype, self.group)
         self.optimizer.load_state_dict(saved.optimizer)
         if self.captured_update is not None:  # of the optimizer before
             self._capture()
@@ -293,6 +293,7 @@ class Learner:
                 split=split,
                 max_tokens=max_tokens,
                 dtype=self.dtype,
+                group=self.group,
             )
 
     def sample(self, options: SampleConfig) -> str:

@@ -10,9 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chargpt.config import OptimConfig, ScheduleConfig
+from chargpt.distributed import RankGroup
 from chargpt.errors import RunError
 
 EMBEDDING_LR_FACTOR = 4  # with Muon; measured
@@ -100,7 +102,10 @@ def as_wide(matrix: Tensor) -> Tensor:
 
 
 class Muon:
-    """Muon for named matrices; the products of the orthogonalisation run in `dtype`."""
+    """Muon for named matrices; the products of the orthogonalisation run in `dtype`.
+
+    Each rank of `group` orthogonalises a part of every stack, and they share the results.
+    """
 
     def __init__(
         self,
@@ -108,11 +113,13 @@ class Muon:
         lr: float,
         weight_decay: float,
         dtype: torch.dtype = torch.float32,
+        group: RankGroup = RankGroup(),
     ) -> None:
         self.parameters = parameters
         self.lr = lr
         self.weight_decay = weight_decay
         self.dtype = dtype
+        self.group = group
         shapes: dict[torch.Size, list[str]] = {}
         for name, parameter in parameters.items():
             shapes.setdefault(as_wide(parameter).shape, []).append(name)
@@ -129,7 +136,7 @@ class Muon:
             gradient = torch.stack([as_wide(w.grad) for w in weights if w.grad is not None])
             buffer.lerp_(gradient, 1 - MOMENTUM)
             nesterov = gradient.lerp_(buffer, MOMENTUM)
-            update = orthogonalize(nesterov, self.dtype)  # (N, R, C)
+            update = self._orthogonalized(nesterov)  # (N, R, C)
             rate = self.lr * factor
             torch._foreach_mul_(weights, 1 - rate * self.weight_decay)
             if isinstance(rate, Tensor):  # `alpha` cannot be one
@@ -137,6 +144,15 @@ class Muon:
             for weight, change in zip(weights, update.unbind(), strict=True):
                 scale = max(1, weight.size(0) / weight.size(1)) ** 0.5
                 as_wide(weight).add_(change, alpha=-rate * scale)
+
+    def _orthogonalized(self, matrices: Tensor) -> Tensor:
+        """Return the orthogonalised matrices (N, R, C), of which each rank computes a part."""
+        if self.group.world_size == 1:
+            return orthogonalize(matrices, self.dtype)
+        n_own = math.ceil(len(matrices) / self.group.world_size)
+        own = matrices[self.group.rank * n_own :][:n_own]
+        own = F.pad(own, (0, 0, 0, 0, 0, n_own - len(own)))  # of the last ranks
+        return self.group.all_gather(orthogonalize(own, self.dtype))[: len(matrices)]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the momentum of every matrix under its name."""
@@ -154,7 +170,11 @@ class Optimizer:
     """
 
     def __init__(
-        self, model: nn.Module, config: OptimConfig, dtype: torch.dtype = torch.float32
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        dtype: torch.dtype = torch.float32,
+        group: RankGroup = RankGroup(),
     ) -> None:
         named = dict(model.named_parameters())
         hidden = {}
@@ -166,7 +186,9 @@ class Optimizer:
             embedding = {"embedding.weight": others.pop("embedding.weight")}
             rate = EMBEDDING_LR_FACTOR * config.lr
             self.optimizers.append(AdamW(embedding, rate, config.weight_decay))
-            self.optimizers.append(Muon(hidden, config.matrix_lr, config.weight_decay, dtype))
+            self.optimizers.append(
+                Muon(hidden, config.matrix_lr, config.weight_decay, dtype, group)
+            )
         self.optimizers.append(AdamW(others, config.lr, config.weight_decay))
 
     def step(self, step: int | Tensor, factor: float | Tensor) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from chargpt.config import Config
 from chargpt.device import choose_device, memory_limit
+from chargpt.distributed import rank_variable
 from chargpt.log import logger
 from chargpt.models import count_parameters
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
@@ -140,14 +141,19 @@ def length_preset_for(n_tokens: float) -> LengthPreset:
 
 
 def config_of_size(
-    config: Config, size: Size, n_tokens: float, corpus: Corpus, fixed_keys: Collection[str] = ()
+    config: Config,
+    size: Size,
+    n_tokens: float,
+    corpus: Corpus,
+    fixed_keys: Collection[str] = (),
+    n_ranks: int = 1,
 ) -> Config:
     """Return the config of a run of this size over about `n_tokens` tokens.
 
     Short runs gain more from many small updates than they lose by short blocks. A batch must hold
-    whole micro-batches.
+    whole micro-batches of every rank.
     """
-    preset, micro_batches = length_preset_for(n_tokens), config.train.micro_batches
+    preset, parts = length_preset_for(n_tokens), config.train.micro_batches * n_ranks
     block_size = config.model.block_size
     if "model.block_size" not in fixed_keys:
         block_size = fitting_block_size(preset.block_size, corpus)
@@ -156,8 +162,7 @@ def config_of_size(
         "model.n_head": size.n_embd // 64,  # heads are 64 wide or more
         "model.n_embd": size.n_embd,
         "model.block_size": block_size,
-        "train.batch_size": micro_batches
-        * max(1, preset.tokens_per_step // block_size // micro_batches),
+        "train.batch_size": parts * max(1, preset.tokens_per_step // block_size // parts),
     }
     return with_unless_fixed(config, values, fixed_keys)
 
@@ -219,6 +224,7 @@ class Planner:
         fixed_keys: dotted keys of the settings that stay as they are.
         measure: called with a config and the seconds after which one trial step is enough;
             returns tokens per second.
+        n_ranks: that train together.
     """
 
     config: Config
@@ -226,6 +232,7 @@ class Planner:
     deadline: Deadline
     fixed_keys: Collection[str]
     measure: Callable[[Config, float], float]
+    n_ranks: int = 1
 
     def plan(self) -> Pace:
         """Return the run of the size with the lowest predicted loss, if the size is free.
@@ -250,6 +257,12 @@ class Planner:
             logger.warning(
                 "the size and the settings are extrapolated from runs of up to "
                 f"{largest / 1e6:.0f}M parameters and {longest / 1e6:.0f}M characters"
+            )
+        useful = length_preset_for(n_tokens).tokens_per_step // config.model.block_size
+        if useful < self.n_ranks:
+            logger.warning(
+                f"{self.n_ranks} processes are more than the {max(1, useful)} sequences of the "
+                "batch that is best for so long a run: the others are not worth having"
             )
         step_limit = max(MIN_STEPS, self.max_tokens // config.tokens_per_step)
         config = with_unless_fixed(config, values, self.fixed_keys)
@@ -303,19 +316,23 @@ class Planner:
     def larger_sizes(self, first: int, n_tokens: float) -> list[Config]:
         """Return the configs of the sizes from index `first` on that suit text and memory."""
         vocab_size = self.corpus.tokenizer.vocab_size
-        usable = USABLE_MEMORY * memory_limit(choose_device(self.config.device)[0])
+        device = choose_device(self.config.device)[0]
+        n_local = rank_variable("LOCAL_WORLD_SIZE", 1) if device.type == "cpu" else 1
+        usable = USABLE_MEMORY * memory_limit(device) / n_local
         n_tokens = max(INITIAL_TOKENS, n_tokens)
         configs = [self.config_of_size(size, n_tokens) for size in SIZES[first:]]
-        micro_batches = self.config.train.micro_batches
+        parts = self.config.train.micro_batches * self.n_ranks
         return [
             each
             for each in configs
-            if training_bytes(each, vocab_size, each.train.batch_size // micro_batches) <= usable
+            if training_bytes(each, vocab_size, each.train.batch_size // parts) <= usable
             and self.parameters(each) <= MAX_PARAMETERS_PER_TOKEN * self.train_tokens
         ]
 
     def config_of_size(self, size: Size, n_tokens: float) -> Config:
-        return config_of_size(self.config, size, n_tokens, self.corpus, self.fixed_keys)
+        return config_of_size(
+            self.config, size, n_tokens, self.corpus, self.fixed_keys, self.n_ranks
+        )
 
     def parameters(self, config: Config) -> int:
         return count_parameters(config.model, self.corpus.tokenizer.vocab_size)

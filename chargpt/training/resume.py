@@ -11,7 +11,7 @@ import torch
 
 from chargpt.config import Config
 from chargpt.device import choose_device
-from chargpt.distributed import RankGroup, init_process_group, is_main_rank
+from chargpt.distributed import RankGroup
 from chargpt.errors import ConfigError, FinishedError, RunError, TextError
 from chargpt.files import exists, quoted
 from chargpt.inference.evaluation import Baselines
@@ -24,7 +24,7 @@ from chargpt.text.corpus import Corpus
 from chargpt.text.source import STDIN, find_text
 from chargpt.training.budget import expected_seconds, plan_more_steps
 from chargpt.training.optim import decay_start, lr_factor_at
-from chargpt.training.start import Request, Session, StartMode, deadline_of
+from chargpt.training.start import Request, Session, StartMode, deadline_of, on_all_ranks
 from chargpt.training.trainer import Trainer
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
@@ -41,21 +41,26 @@ MAY_CHANGE = (  # and names in _every; `text_of_run` compares the text of the sa
 
 
 @contextmanager
-def resumed_run(request: Request, on_progress: TextProgress | None) -> Iterator[Session]:
+def resumed_run(
+    request: Request, group: RankGroup, on_progress: TextProgress | None
+) -> Iterator[Session]:
     """Continue a run, by default the newest, from its latest checkpoint."""
     same_command = request.start is StartMode.NEW_OR_RESUME
     changes = request.repeated_settings() if same_command else request.changes()
-    folder = open_run(request.out or request.path or newest_run())
-    with folder.locked():
-        saved = load_latest(folder)
-        corpus = text_of_run(folder, saved, request, on_progress)
+    folder = RunFolder(Path())  # other ranks than 0 may not see it
+    if group.is_main:
+        folder = open_run(request.out or request.path or newest_run())
+    with (
+        folder.locked(),
+        on_all_ranks(group, lambda: load_latest(folder)) as saved,
+        on_all_ranks(group, lambda: text_of_run(folder, saved, request, on_progress)) as corpus,
+    ):
         config, pace = changed_config(saved, changes, same_command=same_command), None
         if request.budget is not None and not same_command:
-            deadline = deadline_of(request.budget, request.started, changes)
-            pace = plan_more_steps(config, saved.state.step, corpus, deadline)
+            deadline = deadline_of(request.budget, request.started, changes).shared(group)
+            pace = plan_more_steps(config, saved.state.step, corpus, deadline, group)
             config = pace.config
         config = continued_config(saved, config)
-        group = init_process_group(choose_device(config.device)[0])
         if same_command and request.budget is not None:
             logger.warning(
                 "the budget is not used: it plans a new run, and a resumed one keeps its own "
@@ -150,8 +155,6 @@ def text_of_run(
                     f"{corpus.name} is not the text that the run was trained on; name that one, or "
                     f"start a new run with another --out (from its weights: --from {run})"
                 )
-            if not is_main_rank():
-                return corpus
             if not folder.has_text():
                 folder.adopt_text()
     corpus = folder.read_text(settings, tokenizer)

@@ -11,23 +11,21 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from chargpt.config import Config
-from chargpt.device import choose_device
 from chargpt.distributed import (
     RankGroup,
     destroy_process_group,
     init_process_group,
     is_lost_rank_error,
     is_main_rank,
-    world_size,
 )
-from chargpt.errors import ConfigError, OperationError, RunError, Stopped, TextError, UnsavedError
+from chargpt.errors import ConfigError, OperationError, RunError, Stopped, UnsavedError
 from chargpt.files import exists, quoted
 from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
@@ -37,7 +35,7 @@ from chargpt.text import TextProgress
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.corpus import Corpus
 from chargpt.text.describe import quick_warnings
-from chargpt.text.source import STDIN, find_text
+from chargpt.text.source import STDIN, Source, find_text
 from chargpt.training.budget import expected_seconds, plan_run, with_measured_threads
 from chargpt.training.deadline import PLANNED_KEYS, Deadline, Pace, parse_duration
 from chargpt.training.trainer import StepReport, Trainer
@@ -138,7 +136,7 @@ class Request:
         duration, (_, fixed_keys) = self.budget, self.resolved
         sections = {key.partition(".")[0] for key in fixed_keys - {"train.from_run"}}
         is_default = self.config is None and sections.isdisjoint(PLANNED_SECTIONS)
-        if duration is None and is_default and world_size() == 1:
+        if duration is None and is_default:
             duration = DEFAULT_BUDGET
         if duration is None:
             return None, fixed_keys
@@ -153,15 +151,12 @@ def deadline_of(
     """Return the deadline of a budget that began at `started`.
 
     Raises:
-        ConfigError: it is not a duration, `train.max_steps` is fixed too, or several processes
-            would have to agree on it.
+        ConfigError: it is not a duration, or `train.max_steps` is fixed too.
     """
     if "train.max_steps" in fixed_keys:
         raise ConfigError(
             "a budget and train.max_steps both say how long to train; drop one of them"
         )
-    if world_size() > 1:
-        raise ConfigError("a budget plans for one process; give train.max_steps instead")
     return Deadline.from_budget(parse_duration(budget), started)
 
 
@@ -236,8 +231,13 @@ class Session:
         ) from None
 
     def late_note(self) -> str | None:
-        """Return a sentence if a budgeted command has taken longer than was announced."""
-        return None if self.pace is None else self.pace.deadline.late_note()
+        """Return, on rank 0, a sentence if a budget's command took longer than was announced."""
+        if self.pace is None or not (group := self.trainer.group).is_main:
+            return None
+        deadline = self.pace.deadline
+        if group.world_size > 1:  # its clock stands still between the steps
+            deadline = replace(deadline, clock=time.perf_counter)
+        return deadline.late_note()
 
 
 @contextmanager
@@ -287,12 +287,13 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
         ChargptError: the text, a setting or the folder is unusable.
     """
     start = new_run
-    if request.resumes:
-        from chargpt.training.resume import resumed_run  # a new run does not need it
-
-        start = resumed_run
     try:
-        with start(request, on_progress) as session:
+        group = init_process_group()
+        if group.broadcast(request.resumes):
+            from chargpt.training.resume import resumed_run  # a new run does not need it
+
+            start = resumed_run
+        with start(request, group, on_progress) as session:
             yield session
         session.trainer.learner.unwrap_ddp()
     except RuntimeError as error:
@@ -307,16 +308,27 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
 
 
 @contextmanager
-def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Session]:
+def on_all_ranks(group: RankGroup, read: Callable[[], Any]) -> Iterator[Any]:
+    """Yield the text or checkpoint that `read` returns on rank 0, where alone it is called."""
+    if group.world_size == 1:
+        yield read()
+        return
+    from chargpt.store.mirror import shared  # most runs have one process
+
+    with shared(group, read) as found:
+        yield found
+
+
+@contextmanager
+def new_run(
+    request: Request, group: RankGroup, on_progress: TextProgress | None
+) -> Iterator[Session]:
     """Prepare the text, plan the run for a budget, create it, by default under runs/."""
     config, _ = request.resolved
     deadline, fixed_keys = request.deadline()
-    replace = request.start is StartMode.REPLACE
-    if config.text.path == STDIN and request.text is None and world_size() > 1:
-        raise TextError("several processes cannot share standard input; name a file")
-    group = init_process_group(choose_device(config.device)[0])
+    replaces = request.start is StartMode.REPLACE
     if request.out is not None and group.is_main:
-        RunFolder(request.out).require_unused(replace=replace)
+        RunFolder(request.out).require_unused(replace=replaces)
     base_run = None
     if config.train.from_run is not None:
         from chargpt.training import finetune  # most runs do not need it
@@ -324,20 +336,24 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
         base_run = load_run(Path(config.train.from_run), device="cpu")
         config = finetune.config_from_base_run(base_run, config, fixed_keys)
     config = with_measured_threads(config)
-    source = find_text(config.text, request.text)
-    name = request.config_name or config.model.kind
+    # rank 0 alone reads the text
+    source = find_text(config.text, request.text) if group.is_main else Source("text")
+    name = f"{slug(source.name)}-{request.config_name or config.model.kind}"
     with (
-        output_folder(request.out, f"{slug(source.name)}-{name}") as path,
+        output_folder(request.out, name) as path,
         RunFolder(path).locked(is_new=True) as folder,
+        on_all_ranks(
+            group, lambda: folder.prepare_text(source, config.text, on_progress)
+        ) as corpus,
     ):
-        corpus = folder.prepare_text(source, config.text, on_progress)
-        for warning in quick_warnings(corpus):
+        for warning in quick_warnings(corpus) if group.is_main else ():
             logger.warning(warning)
         if base_run is not None:
             config = finetune.config_for_text(base_run, config, corpus, fixed_keys)
         pace = None
         if deadline is not None:
-            config, corpus, pace = plan_run(config, corpus, deadline, fixed_keys)
+            shared = deadline.shared(group)
+            config, corpus, pace = plan_run(config, corpus, shared, fixed_keys, group)
         baselines = Baselines(corpus) if group.is_main else None
         yield start_run(
             folder,
@@ -347,7 +363,7 @@ def new_run(request: Request, on_progress: TextProgress | None) -> Iterator[Sess
             pace=pace,
             base_run=base_run,
             group=group,
-            replace=replace,
+            replaces=replaces,
         )
 
 
@@ -360,11 +376,11 @@ def start_run(
     pace: Pace | None = None,
     base_run: Run | None = None,
     group: RankGroup = RankGroup(),
-    replace: bool = False,
+    replaces: bool = False,
 ) -> Session:
     """Return the session of a new run in a locked folder, which is created here.
 
-    With a pace, the config of its plan is used instead of `config`. With `replace`, a run in the
+    With a pace, the config of its plan is used instead of `config`. With `replaces`, a run in the
     folder may have results; it is renamed.
 
     Raises:
@@ -381,7 +397,7 @@ def start_run(
     if group.is_main:
         # the last ones, the best one and an unfinished one
         folder.require_room(trainer.config.train.keep_last + 2, trainer.checkpoint_bytes())
-        folder.create(trainer.config, corpus.tokenizer, corpus.folder, replace=replace)
+        folder.create(trainer.config, corpus.tokenizer, corpus.folder, replace=replaces)
     return Session(trainer, folder, baselines, seconds, pace, base_run)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from chargpt.config import Config
 from chargpt.device import choose_device, choose_dtype, configure, default_threads
 from chargpt.distributed import RankGroup
-from chargpt.errors import DivergedError, RunError, UnsavedError
+from chargpt.errors import DeviceError, DivergedError, RunError, UnsavedError
 from chargpt.files import quoted
 from chargpt.inference.evaluation import Evaluation
 from chargpt.log import logger
@@ -88,6 +88,10 @@ class Trainer:
     ) -> None:
         self.group = group or RankGroup()
         self.device, self.device_reason = choose_device(config.device)
+        if self.device.type == "mps" and self.group.world_size > 1:
+            raise DeviceError(
+                "an Apple GPU trains with one process; start without torchrun, or set device to cpu"
+            )
         configure(self.device, deterministic=config.deterministic)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # CUDA graphs are captured on the current device
@@ -152,8 +156,10 @@ class Trainer:
         had_disk_error = False
         try:
             for report in self._reports():
-                stops = should_stop(report)
-                if not self.finished and self.group.all_reduce_any(stops):
+                stops, now = self.group.agree(should_stop(report), time.perf_counter())
+                if pace is not None and self.group.world_size > 1:
+                    pace.set_time(now)
+                if stops and not self.finished:
                     self.stopped_by = "signal"
                     self._save()
                 elif not self.finished and pace is not None:
@@ -242,7 +248,7 @@ class Trainer:
         """Continue with another number of steps or threads, or other learning rates."""
         self.config = config
         # resuming reads the checkpoint's config: save it next step
-        self.config_is_unsaved = self.folder is not None
+        self.config_is_unsaved = True
         self.writer.write_config(config)
 
     def _replan_or_stop(self, pace: Pace, report: StepReport) -> None:
@@ -288,15 +294,12 @@ class Trainer:
         """Evaluate the validation split; note whether it is the best, and whether to stop."""
         self._finish_saving()
         self.write_metrics()
-        nats = math.nan
-        if self.group.is_main:
-            max_tokens, started = self.config.train.evaluation_tokens, time.perf_counter()
-            report.validation = self.learner.evaluate("val", max_tokens)
-            self.last_validation = report
-            report.validation_seconds = time.perf_counter() - started
-            nats = report.validation.nats_per_char
-            self._record({"step": report.step, VALIDATION: nats})
-        nats = self.group.broadcast(nats)
+        max_tokens, started = self.config.train.evaluation_tokens, time.perf_counter()
+        report.validation = self.learner.evaluate("val", max_tokens)
+        self.last_validation = report
+        report.validation_seconds = self.group.broadcast(time.perf_counter() - started)
+        nats = report.validation.nats_per_char
+        self._record({"step": report.step, VALIDATION: nats})
         if not math.isfinite(nats):
             raise self._diverged("weights are", report.step)
         if report.step == 0:  # a checkpoint is the best only if it beats the weights at the start
@@ -379,10 +382,10 @@ class Trainer:
             state = replace(state, best_step=state.step, best_nats_per_char=nats)
         is_new_best = state.best_step != self.state.best_step
         is_new = self.writer.saved_step != state.step or is_new_best or self.config_is_unsaved
+        self.config_is_unsaved = False  # if the disk refuses, the next due save will include it
         if self.folder is None or not is_new:
             self.state = state
             return
-        self.config_is_unsaved = False  # if the disk refuses, the next due save will include it
         self._require_finite_weights(state.step)
         state = replace(
             state,

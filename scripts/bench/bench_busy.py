@@ -4,9 +4,10 @@ A budget that is too short for the fewest useful steps announces how long traini
 is refused: then the announced seconds are those asked for, and there is no loss.
 
     python scripts/bench/bench_busy.py TEXT [--budgets 5s 10s 30s 150s] [--processes 0 1 2]
-        [--json benchmarks/busy.json]
+        [--ranks 1] [--repeats 1] [--json benchmarks/busy.json]
 
-Each case is a whole `chargpt train` process beside a number of processes that loop without end.
+Each case is a whole `chargpt train` command, of several ranks with `torchrun`, beside a number of
+processes that loop without end.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from chargpt.training.deadline import parse_duration
 
 LOOP = [sys.executable, "-c", "while True: pass"]
 CHARGPT = [sys.executable, "-m", "chargpt"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
 
 @contextmanager
@@ -42,19 +44,21 @@ def busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def train(text: Path, budget: str, n_processes: int) -> dict[str, Any]:
+def train(text: Path, budget: str, n_processes: int, n_ranks: int = 1) -> dict[str, Any]:
     """Train once beside busy processes; return the seconds, steps, threads and loss."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         with busy_processes(n_processes):
             start = time.perf_counter()
-            command = [*CHARGPT, "train", str(text), "--budget", budget, "--out", str(run)]
+            program = CHARGPT if n_ranks == 1 else [*TORCHRUN, str(n_ranks), *CHARGPT[1:]]
+            command = [*program, "train", str(text), "--budget", budget, "--out", str(run)]
             done = subprocess.run(command, capture_output=True, text=True)
             seconds = time.perf_counter() - start
         announced = re.search(r"takes up to (\d+) s instead|give --budget (\d+)s", done.stderr)
         asked = parse_duration(budget)
         row: dict[str, Any] = {
             "busy_processes": n_processes,
+            "ranks": n_ranks,
             "budget": budget,
             "announced": float(announced[1] or announced[2]) if announced else asked,
             "seconds": round(seconds, 2),
@@ -81,12 +85,14 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--budgets", nargs="+", default=["5s", "10s", "30s", "150s"])
     parser.add_argument("--processes", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     rows = []
     for n_processes in args.processes:
-        for budget in args.budgets:
-            rows.append(train(args.text.absolute(), budget, n_processes))
+        for budget in args.budgets * args.repeats:
+            rows.append(train(args.text.absolute(), budget, n_processes, args.ranks))
             print(rows[-1], file=sys.stderr, flush=True)
     write_record({**provenance(), "rows": rows}, args.json)
 

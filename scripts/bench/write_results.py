@@ -139,8 +139,10 @@ def other_times(*records: dict[str, Any]) -> list[str]:
 
 def busy(found: dict[str, Any]) -> list[str]:
     """Return the table of time budgets beside busy processes."""
+    ranks = found["rows"][0].get("ranks", 1)
+    which = "Beside" if ranks == 1 else f"{ranks} ranks beside"
     lines = [
-        f"Beside processes that loop without end ({found['hardware']}, {found['date']}):",
+        f"{which} processes that loop without end ({found['hardware']}, {found['date']}):",
         "",
         "| busy processes | budget | announced | seconds | steps | threads at the end | `blocks` |",
         "|---|---|---|---|---|---|---|",
@@ -446,6 +448,8 @@ def benchmarks() -> str:
         training(record("train")),
         other_times(record("short-budgets"), record("budgets"), record("ten-minutes")),
         busy(record("busy")),
+        ["### Several processes"],
+        busy(record("ranks")),
         ["### On a GPU"],
         on_gpu(record("gpu")),
         ["### Sampling"],
