@@ -148,7 +148,7 @@ class RankGroup:
 def init_process_group() -> RankGroup:
     """Join the process group of `torchrun`, if it started this process, or raise DeviceError."""
     size = world_size()
-    is_main_rank()  # checks the variable
+    is_main_rank(), rank_variable("LOCAL_RANK")  # checks the variables
     if size == 1:
         return RankGroup()
     import torch
