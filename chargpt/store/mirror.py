@@ -20,9 +20,8 @@ from chargpt.text.tokenizer import CharTokenizer
 CHUNK_BYTES = 2**26
 
 
-@contextmanager
-def shared(group: RankGroup, read: Callable[[], Any]) -> Iterator[Any]:
-    """Yield the text or checkpoint that `read` returns on rank 0, where alone it is called."""
+def shared(group: RankGroup, read: Callable[[], Any]) -> Any:
+    """Return the text or checkpoint that `read` returns on rank 0, where alone it is called."""
     found, facts = None, list[str]()
     if group.is_main:
         found = read()
@@ -33,7 +32,9 @@ def shared(group: RankGroup, read: Callable[[], Any]) -> Iterator[Any]:
         if found is None and facts:
             settings = TextConfig.model_validate_json(facts[0])
             found = read_prepared(folder, settings, CharTokenizer.from_json(facts[1]))
-        yield read_checkpoint(folder) if found is None else found
+        elif found is None:
+            found = read_checkpoint(folder)
+    return found
 
 
 @contextmanager
@@ -41,7 +42,7 @@ def mirrored(folder: Path | None, group: RankGroup) -> Iterator[Path]:
     """Yield a folder of files, which rank 0 names, on every rank: itself, or a copy of its files.
 
     A host that does not see it gets one copy from rank 0, in the system's temporary folder, which
-    is deleted at the end.
+    is deleted when all ranks have left the block: what they have mapped of it stays.
     """
     facts = [] if folder is None else [str(folder.absolute()), secrets.token_hex(8), _facts(folder)]
     path, token, files = json.loads(group.broadcast_text(json.dumps(facts)))
@@ -66,6 +67,7 @@ def mirrored(folder: Path | None, group: RankGroup) -> Iterator[Path]:
                     target.write(group.broadcast_bytes(source.read(n_bytes), n_bytes))
         group.all_reduce_any(False)  # a barrier: the copy of this host is complete
         yield Path(path) if sees_it else copy
+        group.all_reduce_any(False)
     finally:
         if writes:
             shutil.rmtree(parent, ignore_errors=True)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,11 +51,10 @@ def resumed_run(
     folder = RunFolder(Path())  # other ranks than 0 may not see it
     if group.is_main:
         folder = open_run(request.out or request.path or newest_run())
-    with (
-        folder.locked(),
-        on_all_ranks(group, lambda: load_latest(folder)) as saved,
-        on_all_ranks(group, lambda: text_of_run(folder, saved, request, on_progress)) as corpus,
-    ):
+    with folder.locked():
+        saved: Checkpoint = on_all_ranks(group, partial(load_latest, folder))
+        read = partial(text_of_run, folder, saved, request, on_progress)
+        corpus: Corpus = on_all_ranks(group, read)
         config, pace = changed_config(saved, changes, same_command=same_command), None
         if request.budget is not None and not same_command:
             deadline = deadline_of(request.budget, request.started, changes).shared(group)

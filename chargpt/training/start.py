@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -307,16 +307,13 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
     destroy_process_group()
 
 
-@contextmanager
-def on_all_ranks(group: RankGroup, read: Callable[[], Any]) -> Iterator[Any]:
-    """Yield the text or checkpoint that `read` returns on rank 0, where alone it is called."""
+def on_all_ranks(group: RankGroup, read: Callable[[], Any]) -> Any:
+    """Return the text or checkpoint that `read` returns on rank 0, where alone it is called."""
     if group.world_size == 1:
-        yield read()
-        return
+        return read()
     from chargpt.store.mirror import shared  # most runs have one process
 
-    with shared(group, read) as found:
-        yield found
+    return shared(group, read)
 
 
 @contextmanager
@@ -342,10 +339,9 @@ def new_run(
     with (
         output_folder(request.out, name) as path,
         RunFolder(path).locked(is_new=True) as folder,
-        on_all_ranks(
-            group, lambda: folder.prepare_text(source, config.text, on_progress)
-        ) as corpus,
     ):
+        read = partial(folder.prepare_text, source, config.text, on_progress)
+        corpus: Corpus = on_all_ranks(group, read)
         for warning in quick_warnings(corpus) if group.is_main else ():
             logger.warning(warning)
         if base_run is not None:
