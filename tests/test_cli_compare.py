@@ -75,10 +75,12 @@ def test_compared_models_are_configs_named_by_their_files(verse: Path, cli: Cli)
     assert {(each.train.max_steps, each.model.block_size) for each in configs.values()} == {(3, 16)}
     message = refusal(cli("compare", verse, "--models", "heads"))
     assert message.endswith("there is no config 'heads'; did you mean head?")
-    Path("long.yaml").write_text("model: {n_layer: 1, block_size: 32}\ntrain: {max_steps: 99}\n")
+    train = "train: {max_steps: 99, ngram_target_weight: 0.5}\n"
+    Path("long.yaml").write_text(f"model: {{n_layer: 1, block_size: 32}}\n{train}")
     done = cli("compare", verse, "--models", "long.yaml", *given, "--out", "four")
     unused = "long.yaml: not used, since all models share them: train.max_steps, model.block_size"
     assert unused in done.stderr
+    assert load_config("four/long/config.yaml").train.ngram_target_weight == 0.5
     Path("wide").mkdir()
     Path("wide/wide.yaml").touch()
     same = refusal(cli("compare", verse, "--models", "wide.yaml,wide/wide.yaml"))

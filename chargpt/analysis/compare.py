@@ -564,6 +564,7 @@ def sweep_of(
         tree = load_config(source).model_dump(exclude_unset=True)
         unused = [f"{part}.{key}" for part in ("text", "train") for key in tree.get(part, ())]
         unused += ["model.block_size"] if "block_size" in tree.get("model", ()) else []
+        unused = [key for key in unused if key != "train.ngram_target_weight"]
         if unused:
             logger.warning(f"{source}: not used, since all models share them: {', '.join(unused)}")
     choices = [[(key, *each) for each in values.items()] for key, values in swept.items()]
