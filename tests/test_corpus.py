@@ -659,7 +659,9 @@ def test_progress_reaches_the_size_of_the_files_in_both_passes(
     )
     assert text_of(corpus) == "ab" * 1500 + "\n" + "cd" * 1000
     stages = ("reading", "encoding")
-    assert reports == [(stage, 1000 * n, 5000) for stage in stages for n in range(1, 6)]
+    assert [*dict.fromkeys(reports)] == [
+        (each, 1000 * n, 5000) for each in stages for n in range(1, 6)
+    ]
 
 
 @pytest.mark.parametrize("content", [b"xyz" * 10, b"abc" * 9, b"abc" * 11, b"", None])

@@ -407,9 +407,9 @@ def test_what_a_killed_start_has_left_does_not_block(tmp_path: Path) -> None:
     run.new_text.mkdir(parents=True)
     (run.new_text / "tokens.bin").write_bytes(b"x")
     with run.locked(is_new=True):
-        assert not run.new_text.exists()
         run.create(CONFIG, TOKENIZER)
     assert (run.path / "config.yaml").exists()
+    assert not (run.path / "text").exists()
 
 
 def test_a_last_line_that_a_crash_cut_short_is_skipped_and_no_damage(run: RunFolder) -> None:

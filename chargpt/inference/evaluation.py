@@ -30,7 +30,14 @@ from chargpt.errors import NOT_FINITE, ConfigError, OperationError, TextError
 from chargpt.models import LanguageModel, eval_mode
 from chargpt.models.ngram import BIGRAM_ALPHA, NGRAM, NGRAM_ORDER, NGramLM, bigram_log_probs
 from chargpt.store.run import Run, as_run
-from chargpt.text.corpus import Corpus, Split, block_offsets, shuffled_order
+from chargpt.text.corpus import (
+    Corpus,
+    Split,
+    block_offsets,
+    count_pairs,
+    count_tokens,
+    shuffled_order,
+)
 from chargpt.text.source import lf_newlines, mark_documents, read_text, require_text
 from chargpt.text.tokenizer import Floats, Ints, Tokens, UnknownPolicy
 
@@ -40,6 +47,7 @@ OnProgress = Callable[[int, int], object]  # of the number done and the total
 MIN_BLOCKS = 20  # for a standard error by block
 MIN_PAIRS = 8  # for that of a difference by block, which varies far less
 NANOGPT_EVAL_ITERS, NANOGPT_BATCH_SIZE, NANOGPT_BLOCK = 200, 64, 256
+MAX_COUNTED = 100_000_000  # tokens: half a second of work
 MAX_LOGITS_BYTES = 64_000_000  # of one forward pass
 MAX_CALL_TOKENS = 16_384  # of one forward pass
 MAX_CPU_CALL_TOKENS = 4_096  # activations of more do not fit into a CPU's caches
@@ -498,16 +506,17 @@ def split_by_call(model: LanguageModel, windows: Sequence[Windows]) -> list[Wind
 class Baselines:
     """The baselines of a text, fitted to its training split.
 
-    `uniform`: ln V per token. `unigram` and `bigram`: frequencies in the training split, with 1
-    added to each character's count and 0.1 to each pair's. `6-gram`: `ngram`, by default
-    that of the last `ngram.MAX_TOKENS` tokens.
+    `uniform`: ln V per token. `unigram` and `bigram`: frequencies in the last `MAX_COUNTED` tokens
+    of the training split, with 1 added to each character's count and 0.1 to each pair's. `6-gram`:
+    `ngram`, by default that of the last `ngram.MAX_TOKENS` tokens.
     """
 
     def __init__(self, corpus: Corpus, ngram: NGramLM | None = None) -> None:
         self.tokenizer = corpus.tokenizer
-        self.token_counts = corpus.token_counts("train")  # (V,)
-        self.pair_counts = corpus.pair_counts("train")
-        self.ngram = ngram or NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size)
+        train, vocab_size = corpus.split("train")[-MAX_COUNTED:], corpus.tokenizer.vocab_size
+        self.token_counts = count_tokens(train, vocab_size)  # (V,)
+        self.pair_counts = count_pairs(train, vocab_size)
+        self.ngram = ngram or NGramLM.fit(train, vocab_size)
 
     def losses(
         self, tokens: Tokens, *, max_tokens: int | None = None, span: int | None = None

@@ -63,7 +63,13 @@ from chargpt.store.metrics import MetricsLog
 from chargpt.store.tensors import serialize
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import TEXT_FILES, prepare, read_prepared
+from chargpt.text.prepare import (
+    JOURNAL,
+    TEXT_FILES,
+    UNFINISHED_FILES,
+    prepare,
+    read_prepared,
+)
 from chargpt.text.source import Source
 from chargpt.text.tokenizer import FORMAT, CharTokenizer
 
@@ -80,7 +86,7 @@ RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
     ({re.escape(NEW)}/)? (
         {re.escape(LOCK)} |
         {name_pattern(RUN_FILES)} |
-        {TEXT} (/{name_pattern(TEXT_FILES)})? |
+        {TEXT} (/{name_pattern((*TEXT_FILES, *UNFINISHED_FILES))})? |
         {TENSORBOARD} (/events\.out\.tfevents\.[^/\n]+)? |
         {CHECKPOINTS} (/{name_pattern(POINTERS)})? |
         {CHECKPOINTS}/({CHECKPOINT_NAME.pattern} | {UNFINISHED.pattern})
@@ -130,7 +136,8 @@ class RunFolder:
         """Lock the folder in the block, against other training processes.
 
         With `is_new` the folder is made, and if the block raises before a run that it has created
-        has results, what was written is deleted. Other ranks than 0 lock and write nothing.
+        has results, what was written is deleted. Of a start that was killed only a text remains,
+        for `prepare_text` to go on with. Other ranks than 0 lock and write nothing.
 
         Raises:
             RunError: another process holds the lock, or the folder cannot be written.
@@ -146,7 +153,7 @@ class RunFolder:
         except OSError as error:
             raise self._unwritable(error) from None
         try:
-            self._delete_new()
+            self._delete_new(keep=(TEXT,))
             yield self
         except BaseException:
             with suppress(OSError):
@@ -185,10 +192,10 @@ class RunFolder:
         with suppress(OSError):
             restore_checkpoints(self.checkpoints)
 
-    def _delete_new(self) -> None:
+    def _delete_new(self, keep: tuple[str, ...] = ()) -> None:
         """Delete what a start has left that has not created its run."""
         if exists(self.path / NEW):
-            delete_run_files(self.path / NEW, keep=())
+            delete_run_files(self.path / NEW, keep)
             with suppress(OSError):
                 (self.path / NEW).rmdir()
 
@@ -223,9 +230,12 @@ class RunFolder:
         try:
             # again: another process may have created one since the start
             self.require_unused(replace=replace)
+            if text != self.new_text:
+                self._delete_new()
             (new / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             if text is not None and text != self.new_text:
                 link_files(text, self.new_text)
+            (self.new_text / JOURNAL).unlink(missing_ok=True)
             tokenizer.save(new / TOKENIZER)
             write_atomically(new / CONFIG, config.to_yaml().encode())
             if has_results(self.path):
@@ -404,10 +414,13 @@ class RunFolder:
 
     def adopt_text(self) -> None:
         """Make the prepared text in `new_text` the text of a run that has none."""
+        (self.new_text / JOURNAL).unlink(missing_ok=True)
         os.rename(self.new_text, self.path / TEXT)
         sync_directory(self.path)
 
-    def read_text(self, settings: TextConfig, tokenizer: CharTokenizer) -> Corpus:
+    def read_text(
+        self, settings: TextConfig, tokenizer: CharTokenizer, *, waits: bool = True
+    ) -> Corpus:
         """Return the run's own text; arguments and errors are those of `read_prepared`.
 
         Raises:
@@ -419,7 +432,7 @@ class RunFolder:
                 "elsewhere; give it the same text, under any name, with `chargpt train TEXT "
                 f"--resume --out {quoted(self.path)}`, which also finishes its steps"
             )
-        return read_prepared(self.path / TEXT, settings, tokenizer)
+        return read_prepared(self.path / TEXT, settings, tokenizer, waits=waits)
 
 
 def link_files(source: Path, target: Path) -> None:

@@ -31,7 +31,8 @@ def shared(group: RankGroup, read: Callable[[], Any]) -> Any:
     with mirrored(None if found is None else found.folder, group) as folder:
         if found is None and facts:
             settings = TextConfig.model_validate_json(facts[0])
-            found = read_prepared(folder, settings, CharTokenizer.from_json(facts[1]))
+            tokenizer = CharTokenizer.from_json(facts[1])
+            found = read_prepared(folder, settings, tokenizer, waits=False)
         elif found is None:
             found = read_checkpoint(folder)
     return found

@@ -8,7 +8,8 @@ import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -81,6 +82,7 @@ class Corpus:
         lines: of a list of documents, the number of lines before each, (documents,).
         held_out: the splits that have files of their own, after the text.
         folder: of its files, which `prepare` has written.
+        check: of their checksums, while it is still under way.
     """
 
     name: str
@@ -93,6 +95,21 @@ class Corpus:
     lines: Ints | None = None
     held_out: Mapping[str, HeldOut] = field(default_factory=dict)
     folder: Path | None = None
+    check: Future[None] | None = None
+
+    def require_intact(self) -> None:
+        """Wait for the check of the files; raise RunError if one is damaged."""
+        if self.check is not None:
+            self.check.result()
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Raise RunError instead of an error in the block if a file is damaged."""
+        try:
+            yield
+        except (IndexError, RuntimeError):  # as of ids that the vocabulary lacks
+            self.require_intact()
+            raise
 
     @cached_property
     def n_characters(self) -> int:

@@ -389,13 +389,17 @@ def _repeated_passages(corpus: Corpus, tokens: Tokens) -> tuple[int, int]:
     text stands.
     """
     fold = partial(_fold_blanks, corpus=corpus)
-    train, tokens = corpus.split("train"), fold(tokens)
+    train = corpus.split("train")
     n_offsets = 8 // train.itemsize
     size = PASSAGE + n_offsets - 1
+    if len(tokens) <= MAX_COMPARED:
+        tokens = fold(tokens)
     if len(tokens) < size:
         return 0, 0
     starts = np.unique(np.linspace(0, len(tokens) - size, N_PASSAGES).astype(np.int64))
-    rows = tokens[starts[:, None] + np.arange(size)]  # (passages, size)
+    passages = [fold(tokens[start : start + 2 * size])[:size] for start in starts]
+    whole = [each for each in passages if len(each) == size]
+    rows = np.array(whole, tokens.dtype).reshape(-1, size)  # (passages, size)
     is_usable = np.ones(len(rows), dtype=bool)
     if corpus.tokenizer.eos_token:
         is_usable = (rows != corpus.tokenizer.eos_token_id).all(axis=1)

@@ -5,9 +5,11 @@
     meta.json   name, key, files, and sizes and checksums of the others; written last
 
 The first pass counts the characters, for the tokenizer, and hashes the bytes, for the key. The
-second pass encodes. Documents are then stored in `shuffled_order`, so that every split is a sample
-of them. Validation and test splits that have files of their own follow the text. The memory needed
-is that of a chunk, and of the order of the documents.
+second pass encodes. Both go by segments, those of a long text in several processes, and with a
+journal from which an interrupted preparation goes on (workers.py). Documents are then stored in
+`shuffled_order`, so that every split is a sample of them. Validation and test splits that have
+files of their own follow the text. The memory needed is that of a chunk per process, and of the
+order of the documents.
 """
 
 import hashlib
@@ -16,16 +18,18 @@ import os
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
+from functools import lru_cache, partial
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from threading import Thread
+from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError
@@ -42,15 +46,20 @@ from chargpt.text.corpus import (
 from chargpt.text.describe import sure_documents
 from chargpt.text.display import REPLACEMENT
 from chargpt.text.source import (
+    CHANGED,
     CHUNK_BYTES,
+    SEGMENT_BYTES,
     Places,
+    Segment,
     Source,
     TextFile,
     codec_name,
     eos_token_of,
     find_text,
-    iter_chunks,
     opened,
+    require_size,
+    require_unchanged,
+    split_source,
     text_pieces,
 )
 from chargpt.text.tokenizer import (
@@ -67,9 +76,61 @@ from chargpt.text.tokenizer import (
 
 TOKENS, LINES, META = "tokens.bin", "lines.bin", "meta.json"
 TEXT_FILES = (TOKENS, LINES, META)
+# of a text that is being prepared; before documents are shuffled
+JOURNAL, UNSHUFFLED = "journal.jsonl", ("unshuffled.bin", "unshuffled-lines.bin")
+UNFINISHED_FILES = (JOURNAL, *UNSHUFFLED)
 KEY_VERSION = 1
 MAX_META_BYTES = 500_000_000  # of a million files
 MAX_START = 500_000  # characters by which a list is recognised
+MIN_SEGMENTS = 8  # of a text for several processes, which take 0.3 s to start
+
+
+class Counted(NamedTuple):
+    """What the first pass finds in a segment.
+
+    Attributes:
+        n_stored, n_bytes: bytes read, as stored and decompressed.
+        codes, counts: the code points in it, and how often each occurs.
+        digests: of the bytes of each stretch; "" of none.
+        begins: number of characters before each file that begins in it; of a list of documents,
+            the number of lines.
+        end: that number of all.
+    """
+
+    n_stored: int
+    n_bytes: int
+    codes: list[int]
+    counts: list[int]
+    digests: list[str]
+    begins: list[int]
+    end: int
+
+
+class Encoded(NamedTuple):
+    """What the second pass has written of a segment: the CRC-32 of tokens, and of lines if any."""
+
+    n_stored: int
+    checksums: list[int]
+
+
+class Offset(NamedTuple):
+    """Number of tokens, documents, and characters or lines before a segment."""
+
+    token: int = 0
+    document: int = 0
+    place: int = 0
+
+
+RunPass = Callable[[str, Sequence[Sequence[Any]]], list[Any]]  # see `_runner`
+
+
+def _as_parts(value: Any) -> Any:
+    """Return sizes and checksums as tuples; in version 1 there is one, of the whole file."""
+    if isinstance(value, list) and [*map(type, value)] == [int, int]:
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    return [tuple(each) if isinstance(each, list) else each for each in value]
 
 
 class _Meta(BaseModel, strict=True, extra="forbid", title=META):
@@ -79,11 +140,12 @@ class _Meta(BaseModel, strict=True, extra="forbid", title=META):
     key: str
     rare_count: Annotated[int, Field(ge=0)]
     tokenizer_sha256: str
-    checksums: dict[str, tuple[int, int]]  # size and CRC-32 of the other files, by name
+    # size and CRC-32 of the consecutive parts of the other files, by name
+    checksums: dict[str, Annotated[list[tuple[int, int]], BeforeValidator(_as_parts)]]
     files: list[TextFile]
     held_out: dict[str, HeldOut] = {}
     format: Literal["chargpt-text"] = "chargpt-text"
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
 
 
 def load_corpus(
@@ -128,7 +190,8 @@ def prepare(
             }
             if settings.documents == "auto":
                 start = ""
-                for piece in text_pieces(iter_chunks(parts["train"]), settings):
+                segment = split_source(parts["train"], "train", settings)[0]
+                for piece in text_pieces(segment, settings):
                     start += piece
                     if len(start) >= MAX_START:
                         break
@@ -156,35 +219,54 @@ def _encode(
     on_progress: TextProgress | None,
 ) -> Corpus:
     """Read the text and its held-out parts in both passes and write the files; see `prepare`."""
-    counted, digests = {}, {}
+    segments = [each for split in parts for each in split_source(parts[split], split, settings)]
+    run_pass = _runner(parts, segments, settings, folder, on_progress)
+    counted = [Counted(*each) for each in run_pass("reading", [[]] * len(segments))]
+    counts = {split: np.zeros(N_CODE_POINTS, np.int64) for split in parts}
+    for segment, each in zip(segments, counted, strict=True):
+        counts[segment.split][np.array(each.codes, np.intp)] += np.array(each.counts, np.int64)
     for split, part in parts.items():
-        counted[split], digests[split] = _count_characters(part, settings, on_progress)
-        if not counted[split].any():
+        require_unchanged(part)
+        if not counts[split].any():
             raise TextError(f"{part.name} is empty; give a text that holds characters")
-    counts = sum(counted.values(), np.zeros_like(counted["train"]))
-    _log_characters(counts, counted["train"], settings)
-    min_count = settings.min_count or choose_min_count(counts)
+    require_size(sum(each.n_bytes for each in counted), parts["train"].name)
+    total = sum(counts.values(), np.zeros_like(counts["train"]))
+    _log_characters(total, counts["train"], settings)
+    min_count = settings.min_count or choose_min_count(total)
     rare = settings.rare if min_count > 1 else "keep"
     tokenizer = CharTokenizer.from_counts(
-        counts, min_count, rare, eos_token_of(settings.documents), settings.extra_characters
+        total, min_count, rare, eos_token_of(settings.documents), settings.extra_characters
     )
-    places = Places()
-    begins, checksums = _write_tokens(parts, settings, tokenizer, places, folder, on_progress)
-    files = [file for part in parts.values() for file in (part.files or [None])]
+    offsets = _offsets(counted, tokenizer)
+    firsts = dict[str, Offset]()  # by split
+    for segment, offset in zip(segments, offsets, strict=False):
+        firsts.setdefault(segment.split, offset)
+    n_before = [offset.document for offset in firsts.values()]
+    checksums = _write_tokens(run_pass, offsets, n_before, tokenizer, settings.seed, folder)
+    for part in parts.values():
+        require_unchanged(part)
+    files = [file for part in parts.values() for file in part.files]
+    begins = [
+        offset.place + begin
+        for segment, offset, each in zip(segments, offsets, counted, strict=False)
+        for begin in each.begins
+        if segment.stream is None
+    ]
     meta = _Meta(
         name=_as_utf8(parts["train"].name),
-        key=text_key(digests, settings, 1 if rare == "keep" else min_count, rare),
-        rare_count=int(counts.sum() - counts[code_points(tokenizer.characters)].sum()),
+        key=text_key(
+            _digests(segments, counted), settings, 1 if rare == "keep" else min_count, rare
+        ),
+        rare_count=int(total.sum() - total[code_points(tokenizer.characters)].sum()),
         tokenizer_sha256=_sha256(tokenizer),
         checksums=checksums,
         files=[
             file._replace(path=_as_utf8(file.path), begin=begin)
-            for file, begin in zip(files, places.files, strict=True)
-            if file is not None  # as of a stream
+            for file, begin in zip(files, begins, strict=True)
         ],
         held_out={
-            split: HeldOut(_as_utf8(part.name), begin)
-            for (split, part), begin in zip(parts.items(), begins, strict=True)
+            split: HeldOut(_as_utf8(part.name), firsts[split].token)
+            for split, part in parts.items()
             if split != "train"
         },
     )
@@ -192,6 +274,164 @@ def _encode(
     content["crc32"] = zlib.crc32(to_json(content))
     write_synced(folder / META, [to_json(content)])
     return _open(folder, settings, tokenizer, meta)
+
+
+def _runner(
+    parts: Mapping[str, Source],
+    segments: Sequence[Segment],
+    settings: TextConfig,
+    folder: Path,
+    on_progress: TextProgress | None,
+) -> RunPass:
+    """Return what runs a pass over all segments: in this process or, of a long text, in several.
+
+    It is called with the name of the pass and the further arguments of its function for each
+    segment, and returns the results.
+    """
+    files = [(split, file) for split, part in parts.items() for file in part.files]
+    streams = (part.stream for part in parts.values() if part.stream is not None)
+    total = sum(file.size for _, file in files)
+    total += sum(stream.seek(0, os.SEEK_END) for stream in streams)
+    workers = None
+    if len(segments) >= MIN_SEGMENTS and not any(segment.stream for segment in segments):
+        from chargpt.text.workers import Workers  # most texts do not need them
+
+        workers = Workers(folder, [files, settings.model_dump(mode="json")])
+    else:
+        delete_text_files(folder)  # of an interrupted preparation of another text
+
+    def run_pass(stage: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        def report(n_read: int) -> None:
+            if on_progress:
+                on_progress(stage, n_read, total)
+
+        if workers is not None:
+            return workers.run(stage, segments, settings, arguments, report)
+        results, item, n_read = list[Any](), None, 0
+        for segment, more in zip(segments, arguments, strict=True):
+            for item in PASSES[stage](segment, settings, None, *more):
+                report(n_read + (item if isinstance(item, int) else item.n_stored))
+            results.append(item)
+            n_read += results[-1].n_stored
+        return results
+
+    return run_pass
+
+
+def delete_text_files(folder: Path) -> None:
+    """Delete the files of a prepared text in a folder."""
+    for name in (*TEXT_FILES, *UNFINISHED_FILES):
+        (folder / name).unlink(missing_ok=True)
+
+
+def count_segment(
+    segment: Segment, settings: TextConfig, known: Sequence[Any] | None
+) -> Iterator[int | Counted]:
+    """Count the characters of a segment and hash its bytes.
+
+    Yields the number of bytes read so far, as stored, and last the result, which is `known` if an
+    interrupted preparation has noted it.
+    """
+    if known:
+        yield Counted(*known)
+        return
+    counts = np.zeros(N_CODE_POINTS, dtype=np.int64)
+    # BLAKE2b is as strong as SHA-256 and faster on processors without SHA instructions
+    hashes: dict[str, Any] = defaultdict(partial(hashlib.blake2b, digest_size=32))
+    n_bytes, places = 0, Places()
+
+    def hash_chunk(path: str, content: bytes) -> None:
+        nonlocal n_bytes
+        n_bytes += len(content)
+        if content:
+            hashes[path].update(content)
+
+    for text in text_pieces(segment, settings, places, hash_chunk):
+        if text.isascii():
+            counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
+        else:
+            found = np.bincount(code_points(text))
+            counts[: found.size] += found
+        yield places.n_stored
+    codes = np.flatnonzero(counts)
+    paths = [stretch.path for stretch in segment.stretches]
+    yield Counted(
+        places.n_stored,
+        n_bytes,
+        codes.tolist(),
+        counts[codes].tolist(),
+        [hashes[path].hexdigest() if path in hashes else "" for path in paths],
+        places.files,
+        places.end,
+    )
+
+
+def encode_segment(
+    segment: Segment,
+    settings: TextConfig,
+    known: Sequence[Any] | None,
+    vocabulary: str,
+    folder: str,
+    first: Sequence[int],
+    last: Sequence[int],
+) -> Iterator[int | Encoded]:
+    """Encode a segment; write its tokens, and the lines of its documents, where they belong.
+
+    Further arguments are the JSON of the tokenizer, and the `Offset` of the segment and of the
+    next. What is yielded is as for `count_segment`; but `known` is checked against the files.
+    """
+    tokenizer, begin, end = _tokenizer(vocabulary), Offset(*first), Offset(*last)
+    areas = [  # of the files
+        (Path(folder, name), size * at, size * until)
+        for name, size, at, until in zip(
+            _unshuffled(tokenizer), (tokenizer.dtype.itemsize, 8), begin, end, strict=False
+        )
+    ]
+    if known and known[1] == [_stored_crc32(*area) for area in areas]:
+        yield Encoded(*known)
+        return
+    places, checksums = Places(), [0]
+    path, at, until = areas[0]
+    with open(path, "r+b") as file:
+        file.seek(at)
+        for text in text_pieces(segment, settings, places):
+            content = tokenizer.encode(text, "replace").view(np.uint8).data
+            checksums[0] = zlib.crc32(content, checksums[0])
+            file.write(content)
+            yield places.n_stored
+        has_changed = file.tell() != until
+    for path, at, until in areas[1:]:
+        lines = np.array(places.lines, np.int64) + begin.place
+        with open(path, "r+b") as file:
+            file.seek(at)
+            file.write(lines.data)
+            has_changed |= file.tell() != until
+        checksums.append(zlib.crc32(lines.data))
+    if has_changed:
+        raise TextError(CHANGED.format(segment.stretches[-1].path))
+    yield Encoded(places.n_stored, checksums)
+
+
+def _stored_crc32(path: Path, begin: int, end: int) -> int:
+    with open(path, "rb") as file:
+        file.seek(begin)
+        return _crc32(file, end - begin)
+
+
+PASSES: dict[str, Callable[..., Iterator[Any]]] = {
+    "reading": count_segment,
+    "encoding": encode_segment,
+}
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(vocabulary: str) -> CharTokenizer:
+    return CharTokenizer.from_json(vocabulary)
+
+
+def _unshuffled(tokenizer: CharTokenizer) -> tuple[str, ...]:
+    """Return the names of the files that the second pass writes: of tokens, and of lines if any."""
+    return UNSHUFFLED if tokenizer.eos_token else (TOKENS,)
 
 
 def _log_characters(counts: Ints, trained: Ints, settings: TextConfig) -> None:
@@ -212,49 +452,54 @@ def _log_characters(counts: Ints, trained: Ints, settings: TextConfig) -> None:
         logger.warning(f"NUL characters, U+0000, in the text: {n_nul:,}")
 
 
+def _offsets(counted: Sequence[Counted], tokenizer: CharTokenizer) -> list[Offset]:
+    """Return the offset of each segment, and that of the end."""
+    offsets, eos_code = [Offset()], ord(tokenizer.eos_token or "\0")
+    for each in counted:
+        codes, counts = np.array(each.codes, np.int64), np.array(each.counts, np.int64)
+        n_tokens = int(counts @ tokenizer.token_counts(codes))
+        n_documents = int(counts[codes == eos_code].sum())
+        token, document, place = offsets[-1]
+        offsets.append(Offset(token + n_tokens, document + n_documents, place + each.end))
+    return offsets
+
+
 def _write_tokens(
-    parts: Mapping[str, Source],
-    settings: TextConfig,
+    run_pass: RunPass,
+    offsets: Sequence[Offset],
+    n_before: Sequence[int],
     tokenizer: CharTokenizer,
-    places: Places,
+    seed: int,
     folder: Path,
-    on_progress: TextProgress | None,
-) -> tuple[list[int], dict[str, tuple[int, int]]]:
-    """Write the tokens of all parts, documents shuffled within each, and their lines.
+) -> dict[str, list[tuple[int, int]]]:
+    """Write the tokens of all segments, and documents shuffled, with their lines.
 
-    Returns the number of tokens before each part, and the sizes and checksums of the files.
+    `n_before` are the documents before each split. Returns the sizes and checksums of the parts of
+    the files.
     """
-    begins, first_documents, path = list[int](), list[int](), folder / TOKENS
-
-    def encoded() -> Iterator[Tokens]:
-        n_tokens = 0
-        for part in parts.values():
-            begins.append(n_tokens)
-            first_documents.append(len(places.lines))
-            chunks = iter_chunks(part, on_progress, "encoding")
-            for text in text_pieces(chunks, settings, places):
-                tokens = tokenizer.encode(text, "replace")
-                n_tokens += len(tokens)
-                yield tokens
-
-    checksums = {TOKENS: _write(path, encoded())}
+    names, dtype, end = _unshuffled(tokenizer), tokenizer.dtype, offsets[-1]
+    for name, size in zip(names, (dtype.itemsize * end.token, 8 * end.document), strict=False):
+        with open(folder / name, "ab") as file:  # which keeps what an earlier attempt has written
+            file.truncate(size)
+    arguments = [[tokenizer.to_json(), str(folder), *each] for each in pairwise(offsets)]
+    encoded = [Encoded(*each) for each in run_pass("encoding", arguments)]
     if tokenizer.eos_token:
-        tokens = _mapped(path, tokenizer.dtype)
-        path.unlink()  # the map keeps its content
-        orders = [
-            first + shuffled_order(end - first, settings.seed)
-            for first, end in pairwise([*first_documents, len(places.lines)])
-        ]
-        order = np.concatenate(orders)
-        lines = np.frombuffer(places.lines, np.int64)[order]
+        tokens, lines = _mapped(folder / names[0], dtype), _mapped(folder / names[1], np.int64)
+        for name in names:
+            (folder / name).unlink()  # the maps keep their content
+        edges = pairwise([*n_before, end.document])
+        order = np.concatenate([at + shuffled_order(until - at, seed) for at, until in edges])
         checksums = {
-            TOKENS: _write(path, shuffled(tokens, tokenizer.eos_token_id, order)),
-            LINES: _write(folder / LINES, iter([lines])),
+            TOKENS: _write(folder / TOKENS, shuffled(tokens, tokenizer.eos_token_id, order)),
+            LINES: _write(folder / LINES, iter([lines[order]])),
         }
+    else:
+        sizes = (dtype.itemsize * (until.token - at.token) for at, until in pairwise(offsets))
+        checksums = {TOKENS: [*zip(sizes, (each.checksums[0] for each in encoded), strict=True)]}
     for name in checksums:
         with open(folder / name, "r+b") as file:  # Windows flushes no file that is only read
             os.fsync(file.fileno())
-    return begins, checksums
+    return checksums
 
 
 def _as_utf8(name: str) -> str:
@@ -262,22 +507,23 @@ def _as_utf8(name: str) -> str:
     return os.fsencode(name).decode(errors="replace")
 
 
-def _count_characters(
-    source: Source, settings: TextConfig, on_progress: TextProgress | None
-) -> tuple[Ints, list[str]]:
-    """Return the number of occurrences of each code point, and the digests of non-empty files.
+def _digests(segments: Sequence[Segment], counted: Sequence[Counted]) -> dict[str, list[str]]:
+    """Return the digests of the files of each split that are not empty.
 
-    BLAKE2b is as strong as SHA-256 and faster on processors without SHA instructions.
+    That of a file read in several segments is the digest of theirs.
     """
-    counts = np.zeros(N_CODE_POINTS, dtype=np.int64)
-    hashes: dict[str, Any] = defaultdict(partial(hashlib.blake2b, digest_size=32))
-    for text in text_pieces(iter_chunks(source, on_progress, "reading", hashes), settings):
-        if text.isascii():
-            counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
-        else:
-            found = np.bincount(code_points(text))
-            counts[: found.size] += found
-    return counts, [digest.hexdigest() for digest in hashes.values()]
+    digests = defaultdict[str, list[str]](list)
+    found = (
+        (segment.split, stretch.path, digest)
+        for segment, each in zip(segments, counted, strict=True)
+        for stretch, digest in zip(segment.stretches, each.digests, strict=True)
+    )
+    for (split, _), file in groupby(found, key=lambda each: each[:2]):
+        own = [digest for *_, digest in file if digest]
+        if len(own) > 1:
+            own = [hashlib.blake2b("".join(own).encode(), digest_size=32).hexdigest()]
+        digests[split] += own
+    return digests
 
 
 def text_key(
@@ -303,43 +549,69 @@ def text_key(
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _write(path: Path, arrays: Iterator[Tokens]) -> tuple[int, int]:
-    """Write arrays to a new file; return its size and CRC-32."""
-    size = checksum = 0
-    with open(path, "xb") as file:
+def _write(path: Path, arrays: Iterator[Tokens]) -> list[tuple[int, int]]:
+    """Write arrays to a file; return size and CRC-32 of its parts."""
+    parts, size, checksum = list[tuple[int, int]](), 0, 0
+    with open(path, "wb") as file:
         for array in arrays:
             content = array.view(np.uint8).data
             checksum, size = zlib.crc32(content, checksum), size + file.write(content)
-    return size, checksum
+            if size >= SEGMENT_BYTES:
+                parts.append((size, checksum))
+                size = checksum = 0
+    return [*parts, (size, checksum)]
 
 
 def _sha256(tokenizer: CharTokenizer) -> str:
     return hashlib.sha256(tokenizer.to_json().encode("ascii")).hexdigest()
 
 
-def read_prepared(folder: Path, settings: TextConfig, tokenizer: CharTokenizer) -> Corpus:
+def read_prepared(
+    folder: Path, settings: TextConfig, tokenizer: CharTokenizer, *, waits: bool = True
+) -> Corpus:
     """Return the text that `prepare` has stored in a folder, every byte checked.
 
     Settings and tokenizer are those of the run that owns it; the former divide it into splits.
+    Unless it waits, a long text is returned before it is checked, for `Corpus.require_intact`.
 
     Raises:
         UnreadableError: the system cannot read a file, which may be intact.
         RunError: a file is damaged or missing, or the text is another than the run's.
     """
-    try:
+    with _damage_reported(folder):
         content = read_json(folder / META, MAX_META_BYTES)
         if content.pop("crc32", None) != zlib.crc32(to_json(content)):
             raise ValueError(f"{META} has changed since it was written")
         meta = _Meta.model_validate_json(to_json(content))
         if meta.tokenizer_sha256 != _sha256(tokenizer):
             raise ValueError("it is the text of another run")
-        for name, (size, checksum) in meta.checksums.items():
-            if name not in TEXT_FILES or _measure(folder / name, size) != checksum:
-                raise ValueError(f"{name:.40} has changed since it was written")
+        files = dict[str, IO[bytes]]()
+        for name, parts in meta.checksums.items():
+            if name not in (TOKENS, LINES):
+                raise ValueError(f"{META} lists {name:.40}")
+            files[name] = open_regular(folder / name, sum(size for size, _ in parts))
         corpus = _open(folder, settings, tokenizer, meta)
-        if corpus.tokens.max() >= tokenizer.vocab_size:
-            raise ValueError("it holds ids that the vocabulary lacks")
-        return corpus
+        if waits or corpus.tokens.nbytes < MIN_SEGMENTS * SEGMENT_BYTES:
+            _check_files(folder, files, meta, tokenizer)
+            return corpus
+    check: Future[None] = Future()
+
+    def check_files() -> None:
+        try:
+            _check_files(folder, files, meta, tokenizer)
+            check.set_result(None)
+        except Exception as error:
+            check.set_exception(error)
+
+    Thread(target=check_files, daemon=True).start()
+    return replace(corpus, check=check)
+
+
+@contextmanager
+def _damage_reported(folder: Path) -> Iterator[None]:
+    """Raise UnreadableError or RunError in place of other errors about the files of a text."""
+    try:
+        yield
     except FileNotFoundError as error:
         cause = f"{Path(error.filename).name} is missing"
     except ValueError as error:
@@ -349,15 +621,35 @@ def read_prepared(folder: Path, settings: TextConfig, tokenizer: CharTokenizer) 
             f"the text in {folder} cannot be read ({error.strerror}); try again, and if that does "
             "not help, check the disk and the permissions"
         ) from None
+    else:
+        return
     raise RunError(f"the text in {folder} is damaged ({cause:.200}); restore it from a copy")
 
 
-def _measure(path: Path, size: int) -> int:
-    """Return the CRC-32 of a regular file of a known size."""
+def _check_files(
+    folder: Path, files: Mapping[str, IO[bytes]], meta: _Meta, tokenizer: CharTokenizer
+) -> None:
+    """Check the parts of all files against their checksums, and the ids against the vocabulary."""
+
+    def check_ids(chunk: bytes) -> None:
+        if np.frombuffer(chunk, tokenizer.dtype).max() >= tokenizer.vocab_size:
+            raise ValueError("it holds ids that the vocabulary lacks")
+
+    with _damage_reported(folder):
+        for name, parts in meta.checksums.items():
+            check = check_ids if name == TOKENS else (lambda _: None)
+            with files[name] as file:
+                for size, checksum in parts:
+                    if _crc32(file, size, check) != checksum:
+                        raise ValueError(f"{name} has changed since it was written")
+
+
+def _crc32(file: IO[bytes], size: int, check: Callable[[bytes], None] = lambda _: None) -> int:
+    """Return the CRC-32 of the next `size` bytes, whose chunks are checked, or of those left."""
     checksum = 0
-    with open_regular(path, size) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
+    while chunk := file.read(min(CHUNK_BYTES, size)):
+        check(chunk)
+        checksum, size = zlib.crc32(chunk, checksum), size - len(chunk)
     return checksum
 
 

@@ -21,23 +21,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import chain, groupby, repeat, takewhile
-from operator import itemgetter
+from itertools import chain, pairwise, repeat, takewhile
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, NamedTuple, cast
 
 from chargpt.config import TextConfig
 from chargpt.errors import MissingTextError, TextError, most_similar
 from chargpt.files import is_missing, quoted
 from chargpt.log import logger
-from chargpt.text import TextProgress
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
 from chargpt.text.encodings import count_garbage, guess_encodings
 
 CHUNK_BYTES = 1 << 19  # small enough for a processor's cache, with its text and tokens
+SEGMENT_BYTES = 1 << 25  # of a text, read by one process
 MAX_TEXT_BYTES = 100 * 10**9  # of all files together, decompressed
 MAX_READ_CHARACTERS = 1 << 30  # of a text that is read as a whole
 MAX_FILES = 1_000_000
+CHANGED = "{} changed while it was read; try again when nothing writes to it"
 MAX_COMPARED_NAMES = 2000  # of files, with one that does not exist
 STDIN = "-"
 REPLACE_REMEDY = ", or replace what does not decode with --encoding-errors replace"
@@ -130,6 +130,35 @@ class Source:
     held_out: Mapping[str, "Source"] = field(default_factory=dict)
 
 
+class Stretch(NamedTuple):
+    """A file of a text, or a part of one that begins and ends between lines or documents.
+
+    Attributes:
+        path: of the file, or the name of a stream.
+        begin, end: of a part, in bytes; None: where the file ends.
+    """
+
+    path: str
+    begin: int = 0
+    end: int | None = None
+
+
+class Segment(NamedTuple):
+    """A part of a text that is read at once.
+
+    Attributes:
+        split: that it is a part of.
+        stretches: files, or one part of a large file.
+        is_last: whether no other segment of the split follows.
+        stream: is read instead of files.
+    """
+
+    split: str
+    stretches: list[Stretch]
+    is_last: bool
+    stream: IO[bytes] | None = None
+
+
 @dataclass
 class Places:
     """Where the files and documents of a text begin.
@@ -138,11 +167,13 @@ class Places:
         files: number of characters before each file; of a list of documents, the number of lines.
         lines: number of lines before each document. Every file begins a new line.
         end: number of characters or lines so far.
+        n_stored: bytes read so far, as stored.
     """
 
     files: list[int] = field(default_factory=list)
     lines: "array[int]" = field(default_factory=lambda: array("q"))
     end: int = 0
+    n_stored: int = 0
 
 
 def require_text(content: object) -> None:
@@ -393,7 +424,7 @@ def _without_others(source: Source, codec: str) -> Source:
     problems = dict[TextFile, str]()
     marked_up, utf8 = list[str](), list[str]()
     for file in files:
-        head = next(_read(file.path if file else source.name, source.stream))[0]
+        head = next(_read(Stretch(file.path if file else source.name), source.stream))[0]
         name, problem = Path(file.path).name if file else source.name, problem_of(head)
         if file and codec == "auto" and problem:
             problems[file] = problem
@@ -427,7 +458,7 @@ def _without_others(source: Source, codec: str) -> Source:
 
 def _head(path: str) -> bytes:
     """Return the first chunk of a file, decompressed."""
-    return next(_read(path, None))[0]
+    return next(_read(Stretch(path), None))[0]
 
 
 def problem_of(head: bytes) -> str:
@@ -470,56 +501,70 @@ def copy_stdin(write: Callable[[bytes], object], max_bytes: int) -> None:
         write(content)
 
 
-def iter_chunks(
-    source: Source,
-    on_progress: TextProgress | None = None,
-    stage: str = "reading",
-    hashes: Mapping[str, Any] | None = None,
-) -> Iterator[tuple[str, bytes]]:
-    """Yield the names of an opened source's files with their bytes in chunks, decompressed.
+def split_source(source: Source, split: str, settings: TextConfig) -> list[Segment]:
+    """Return the files of an opened source in segments of about `SEGMENT_BYTES`.
 
-    Of an empty file there is one empty chunk. `on_progress` is called with the stage, the name of
-    this pass, and the bytes read, as stored. `hashes` are updated, by name, for non-empty files.
+    The text is that of its segments in a row. Only large files are divided, of UTF-8 text that is
+    not compressed.
 
     Raises:
-        TextError: a file cannot be read, changes or is a damaged archive, or the text is too large.
+        OSError: a file cannot be read.
     """
-    total, n_bytes, n_stored = sum(file.size for file in source.files), 0, 0
-    if source.stream is not None:
-        total = source.stream.seek(0, os.SEEK_END)
-    for name in [file.path for file in source.files] or [source.name]:
-        position = 0
-        for content, position in _read(name, source.stream):
-            n_bytes += len(content)
-            if n_bytes > MAX_TEXT_BYTES:
-                raise TextError(
-                    f"the text is over {MAX_TEXT_BYTES:,} bytes, decompressed, at {name}; "
-                    "give a shorter text"
-                )
-            if hashes is not None and content:
-                hashes[name].update(content)
-            yield name, content
-            if on_progress:
-                on_progress(stage, n_stored + position, total)
-        n_stored += position
+    segments, size = [list[Stretch]()], 0
     for file in source.files:
-        if file.has_changed():
-            raise TextError(
-                f"{file.path} changed while it was read; try again when nothing writes to it"
-            )
+        cuts = _find_cuts(file, settings) if file.size > SEGMENT_BYTES else ()
+        for begin, end in pairwise([0, *cuts, None]):
+            if size >= SEGMENT_BYTES:
+                segments.append([])
+                size = 0
+            segments[-1].append(Stretch(file.path, begin or 0, end))
+            size += (file.size if end is None else end) - (begin or 0)
+    if not source.files:
+        segments = [[Stretch(source.name)]]
+    return [Segment(split, each, each is segments[-1], source.stream) for each in segments]
 
 
-def _read(name: str, stream: IO[bytes] | None) -> Iterator[tuple[bytes, int]]:
-    """Yield chunks of a file or stream, decompressed if it is a gzip file, and the bytes read."""
+def _find_cuts(file: TextFile, settings: TextConfig) -> Iterator[int]:
+    """Yield the offsets at which a large file can be divided: after a line, or a separator."""
+    documents = settings.documents
+    mark = b"\n" if documents in (None, "lines") else documents.encode()
+    # "aa" may begin at either "a" of "aaa", but further line ends belong to the separator
+    is_ambiguous = mark.strip() and any(mark.startswith(mark[i:]) for i in range(1, len(mark)))
+    with open(file.path, "rb") as raw:
+        head = raw.read(CHUNK_BYTES)
+        is_utf8 = _codec_of(codec_name(settings.encoding), head) == "utf-8"
+        if documents == "files" or is_ambiguous or not is_utf8 or head.startswith(GZIP_MAGIC):
+            return
+        target = SEGMENT_BYTES
+        while target < file.size:
+            raw.seek(target)
+            found = raw.read(CHUNK_BYTES).find(mark)
+            cut = target + found + len(mark)
+            if found >= 0 and cut < file.size:
+                yield cut
+            target = target + CHUNK_BYTES if found < 0 else cut + SEGMENT_BYTES
+
+
+def _read(stretch: Stretch, stream: IO[bytes] | None) -> Iterator[tuple[bytes, int]]:
+    """Yield chunks of a file or stream, decompressed if it is a gzip file, and the bytes read.
+
+    Of an empty one there is one empty chunk.
+    """
+    name, begin, end = stretch
     try:
         with open(name, "rb", buffering=0) if stream is None else nullcontext(stream) as raw:
             raw.seek(0)
             is_gzip = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC or name.lower().endswith(".gz")
-            raw.seek(0)
+            raw.seek(begin)
             file = gzip.GzipFile(fileobj=raw, mode="rb") if is_gzip else raw
-            content = file.read(CHUNK_BYTES)
+
+            def read() -> bytes:
+                size = CHUNK_BYTES if end is None else min(CHUNK_BYTES, end - raw.tell())
+                return file.read(size)
+
+            content = read()
             yield content, raw.tell()
-            while content := file.read(CHUNK_BYTES):
+            while content := read():
                 yield content, raw.tell()
     except (gzip.BadGzipFile, EOFError, zlib.error):
         raise TextError(
@@ -544,21 +589,62 @@ def codec_name(encoding: str) -> str:
 
 
 def text_pieces(
-    chunks: Iterable[tuple[str, bytes]], settings: TextConfig, places: Places | None = None
+    segment: Segment,
+    settings: TextConfig,
+    places: Places | None = None,
+    on_chunk: Callable[[str, bytes], object] = lambda *_: None,
 ) -> Iterator[str]:
-    """Yield the text of chunks in pieces, with the EOS tokens of its documents.
+    """Yield the text of a segment in pieces, with the EOS tokens of its documents.
+
+    Args:
+        places: receives where files and documents begin.
+        on_chunk: called with the path of a file and bytes of it, decompressed.
 
     Raises:
-        TextError: bytes that do not decode, named with their offset, if errors are `strict`.
+        TextError: a file cannot be read or is a damaged archive, or the text is too large; bytes
+            that do not decode are named with their offset, if errors are `strict`.
     """
-    codec = codec_name(settings.encoding)
+    codec, n_bytes, n_stored = codec_name(settings.encoding), 0, 0
+    places = places or Places()
+
+    def chunks(stretch: Stretch) -> Iterator[bytes]:
+        nonlocal n_bytes, n_stored
+        position = stretch.begin
+        for content, position in _read(stretch, segment.stream):
+            n_bytes += len(content)
+            require_size(n_bytes, stretch.path)
+            on_chunk(stretch.path, content)
+            places.n_stored = n_stored + position - stretch.begin
+            yield content
+        n_stored = places.n_stored
+
     files = (
-        _decode_file(name, codec, settings.encoding_errors, map(itemgetter(1), group))
-        for name, group in groupby(chunks, key=itemgetter(0))
+        _decode_file(stretch, codec, settings.encoding_errors, chunks(stretch))
+        for stretch in segment.stretches
     )
     if settings.newlines == "lf":
         files = (lf_newlines(pieces) for pieces in files)
-    return mark_documents(files, settings.documents, places)
+    yield from mark_documents(files, settings.documents, places, is_last=segment.is_last)
+    if segment.stretches[0].begin:
+        del places.files[0]
+    if segment.stretches[-1].end is not None and eos_token_of(settings.documents):
+        places.end -= 1  # that of the end of a file
+
+
+def require_size(n_bytes: int, path: str) -> None:
+    """Raise TextError if a text has more bytes, decompressed, than are accepted."""
+    if n_bytes > MAX_TEXT_BYTES:
+        raise TextError(
+            f"the text is over {MAX_TEXT_BYTES:,} bytes, decompressed, at {path}; give a shorter "
+            "text"
+        )
+
+
+def require_unchanged(source: Source) -> None:
+    """Raise TextError if a file of a source has changed since it was found."""
+    for file in source.files:
+        if file.has_changed():
+            raise TextError(CHANGED.format(file.path))
 
 
 def lf_newlines(pieces: Iterable[str]) -> Iterator[str]:
@@ -578,15 +664,17 @@ def _codec_of(codec: str, head: bytes) -> str:
     return "utf-8" if codec in ("auto", "utf-8-sig") else codec
 
 
-def _decode_file(name: str, codec: str, errors: str, contents: Iterator[bytes]) -> Iterator[str]:
+def _decode_file(
+    stretch: Stretch, codec: str, errors: str, contents: Iterator[bytes]
+) -> Iterator[str]:
     """Yield the text of one file's chunks, which may end inside a character, without its BOM."""
+    name, offset, _ = stretch  # of the chunk's first byte
     head = next(contents)
-    codec = _codec_of(codec, head)
-    if codec == "utf-8" and (problem := problem_of(head)):
+    is_start = offset == 0
+    codec = _codec_of(codec, head if is_start else b"")
+    if is_start and codec == "utf-8" and (problem := problem_of(head)):
         raise TextError(f"{name} {problem}")
     decoder = codecs.getincrementaldecoder(codec)(errors)
-    offset = 0  # of the chunk's first byte
-    is_start = True
     for content in chain([head], contents, [b""]):
         n_pending = len(decoder.getstate()[0])  # bytes of an incomplete character
         try:
@@ -662,7 +750,11 @@ def eos_token_of(documents: str | None) -> str:
 
 
 def mark_documents(
-    files: Iterable[Iterator[str]], documents: str | None, places: Places | None = None
+    files: Iterable[Iterator[str]],
+    documents: str | None,
+    places: Places | None = None,
+    *,
+    is_last: bool = True,
 ) -> Iterator[str]:
     """Yield the text of files with the EOS token after each document, and no empty document.
 
@@ -674,15 +766,18 @@ def mark_documents(
         documents: `lines`, `files`, the separator of the documents, or None or `auto`: nothing is
             changed. If it holds a line end, the documents' line ends become LF.
         places: receives where files and documents begin.
+        is_last: whether no other files follow.
     """
     places = places or Places()
     eos_token = eos_token_of(documents)
     before = "\n"  # the last piece of a file
-    for pieces in files:
+    for pieces in chain(files, () if is_last else [None]):
         if not before.endswith(("\n", "\r", *LINE_ENDS)):
             newline = "\r\n" if "\r\n" in before else "\n"
             places.end += len(newline)
             yield newline
+        if pieces is None:
+            return
         places.files.append(places.end)
         before = "\n"
         if not eos_token or documents is None:
@@ -742,11 +837,13 @@ def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig())
     max_bytes = 4 * (MAX_READ_CHARACTERS + 1)  # at 4 bytes each, and a byte order mark
     found = _find(settings.model_copy(update={"path": str(path)}))
     with opened(found, settings.encoding, max_bytes=max_bytes) as source:
-        for text in text_pieces(iter_chunks(source), settings):
+        stretches = [Stretch(file.path) for file in source.files] or [Stretch(source.name)]
+        for text in text_pieces(Segment("", stretches, True, source.stream), settings):
             size += len(text)
             if size > MAX_READ_CHARACTERS:
                 raise TextError(
                     f"{path} is over {MAX_READ_CHARACTERS:,} characters; give a shorter text"
                 )
             texts.append(text)
+        require_unchanged(source)
     return "".join(texts)

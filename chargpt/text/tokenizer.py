@@ -380,6 +380,13 @@ class CharTokenizer:
             "leave them out or replace them with --unknown skip or replace (setting text.unknown)"
         )
 
+    def token_counts(self, codes: Ints) -> Ints:
+        """Return the number of tokens of code points of the training text, shape (codes,)."""
+        is_spelled = self._ids.take(codes, mode="clip") == self._no_id
+        is_spelled &= self.has_bytes
+        n_further = np.searchsorted(LONGER_FORMS, codes, side="right")
+        return np.where(is_spelled, 1 + n_further, 1)
+
     def count_characters(self, ids: Tokens) -> int:
         """Return the number of characters that tokens spell, which is that of their starts."""
         if not self.has_bytes:

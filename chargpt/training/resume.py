@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,10 +51,11 @@ def resumed_run(
     folder = RunFolder(Path())  # other ranks than 0 may not see it
     if group.is_main:
         folder = open_run(request.out or request.path or newest_run())
-    with folder.locked():
+    with folder.locked(), ExitStack() as stack:
         saved: Checkpoint = on_all_ranks(group, partial(load_latest, folder))
         read = partial(text_of_run, folder, saved, request, on_progress)
         corpus: Corpus = on_all_ranks(group, read)
+        stack.enter_context(corpus.checked())
         config, pace = changed_config(saved, changes, same_command=same_command), None
         if request.budget is not None and not same_command:
             deadline = deadline_of(request.budget, request.started, changes).shared(group)
@@ -157,7 +158,7 @@ def text_of_run(
                 )
             if not folder.has_text():
                 folder.adopt_text()
-    corpus = folder.read_text(settings, tokenizer)
+    corpus = folder.read_text(settings, tokenizer, waits=False)
     known, found = {file.path: file.mtime_ns for file in corpus.files}, dict[str, int]()
     with suppress(TextError):  # as on another machine
         source = find_text(settings)

@@ -284,7 +284,8 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
     Raises:
         FinishedError: the run to resume has no steps left.
         OperationError: another rank has failed.
-        ChargptError: the text, a setting or the folder is unusable.
+        ChargptError: the text, a setting or the folder is unusable, or the text of a resumed run
+            is damaged.
     """
     start = new_run
     try:

@@ -357,7 +357,7 @@ class Trainer:
             Its folder; None if the write failed, or another rank writes it.
 
         Raises:
-            RunError: the trainer has no folder.
+            RunError: the trainer has no folder, or the text of a resumed run is damaged.
             DivergedError: a weight is not finite; nothing is saved.
         """
         if self.folder is None and self.group.is_main:
@@ -387,6 +387,7 @@ class Trainer:
             self.state = state
             return
         self._require_finite_weights(state.step)
+        self.corpus.require_intact()
         state = replace(
             state,
             seconds=self._seconds(),

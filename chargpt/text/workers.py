@@ -1,0 +1,181 @@
+"""Processes that prepare a long text, and the journal of what they have done.
+
+A process reads its tasks from standard input, so it ends with the process that prepares the text,
+also if that is killed. It does not import the user's program, as those of `multiprocessing` do.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from chargpt.config import TextConfig
+from chargpt.errors import OperationError, TextError
+from chargpt.files import read_regular
+from chargpt.text.prepare import (
+    JOURNAL,
+    MAX_META_BYTES,
+    PASSES,
+    delete_text_files,
+)
+from chargpt.text.source import Segment, Stretch
+
+MAX_PROCESSES = 16  # more wait for the disk
+PROGRESS_SECONDS = 0.1
+READ_SETTINGS = {"encoding", "encoding_errors", "newlines", "documents"}  # for `text_pieces`
+
+
+class Workers:
+    """Processes that run both passes over the segments of a text.
+
+    Every result is written to a journal in the folder of the prepared text. If an attempt that was
+    killed has left one there, of the same `facts`, its results are in `known`; else what it has
+    left is deleted.
+    """
+
+    def __init__(self, folder: Path, facts: object) -> None:
+        self.journal, self.known = folder / JOURNAL, dict[tuple[str, int], Any]()
+        key, lines = hashlib.sha256(json.dumps(facts).encode()).hexdigest(), [""]
+        with suppress(OSError, ValueError):
+            lines = read_regular(self.journal, MAX_META_BYTES).decode("ascii").split("\n")
+        if lines.pop(0) == key:
+            with suppress(ValueError):  # the kill may have cut the last line
+                for line in lines:
+                    stage, number, result = json.loads(line)
+                    self.known[stage, number] = result
+        else:
+            delete_text_files(folder)
+        known = [json.dumps([*each, result]) for each, result in self.known.items()]
+        self.journal.write_text("\n".join([key, *known, ""]), encoding="ascii")
+
+    def run(
+        self,
+        stage: str,
+        segments: Sequence[Segment],
+        settings: TextConfig,
+        arguments: Sequence[Sequence[Any]],
+        report: Callable[[int], object],
+    ) -> list[list[Any]]:
+        """Return what the function of a pass, `PASSES[stage]`, returns for each segment.
+
+        `arguments` are further ones of the function; `report` is called with the number of bytes
+        read so far, as stored.
+
+        Raises:
+            TextError: as the function raises it.
+            OSError: a file cannot be read or written.
+            OperationError: a process was killed.
+        """
+        fields = settings.model_dump(mode="json", include=READ_SETTINGS)
+        n_read, results = [0] * len(segments), list[list[Any]]()
+        idle = SimpleQueue["subprocess.Popen[str]"]()
+
+        def call(number: int) -> list[Any]:
+            known = self.known.get((stage, number))
+            task = [stage, segments[number][:3], fields, known, arguments[number]]
+            process = idle.get()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(json.dumps(task) + "\n")
+                process.stdin.flush()
+                for line in process.stdout:
+                    answer = json.loads(line)
+                    if not isinstance(answer, int):
+                        return _result(answer)
+                    n_read[number] = answer
+            except BrokenPipeError:
+                pass
+            finally:
+                idle.put(process)
+            raise OperationError(
+                "a process that read the text was killed, perhaps for want of memory; start again: "
+                "what is prepared is kept"
+            )
+
+        with ExitStack() as stack:
+            n_processes = min(os.cpu_count() or 1, MAX_PROCESSES)
+            processes = [_start() for _ in range(n_processes)]
+            for process in processes:
+                stack.callback(_close, process)
+            pool = stack.enter_context(ThreadPoolExecutor(n_processes))
+            for process in processes:
+                stack.callback(process.kill)
+                idle.put(process)
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+            futures = [pool.submit(call, number) for number in range(len(segments))]
+            for number, future in enumerate(futures):
+                while not future.done():
+                    with suppress(TimeoutError):
+                        future.exception(PROGRESS_SECONDS)
+                    report(sum(n_read))
+                result = future.result()
+                n_read[number] = result[0]
+                if result != self.known.get((stage, number)):
+                    with open(self.journal, "a", encoding="ascii") as file:
+                        file.write(json.dumps([stage, number, result]) + "\n")
+                results.append(result)
+        return results
+
+
+def _start() -> "subprocess.Popen[str]":
+    path = f"sys.path = {sys.path}"
+    program = f"import sys; {path}; from chargpt.text.workers import serve; serve()"
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        encoding="ascii",
+    )
+
+
+def _close(process: "subprocess.Popen[str]") -> None:
+    """Release a process that has been killed."""
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with suppress(BrokenPipeError):
+            pipe.close()
+    process.wait()
+
+
+def _result(answer: Any) -> list[Any]:
+    """Return the answer of a process, or raise the error that it tells of."""
+    if isinstance(answer, list):
+        return answer
+    if "error" in answer:
+        raise TextError(answer["error"])
+    raise OSError(answer["errno"], answer["strerror"])
+
+
+def serve() -> None:
+    """Do the tasks of `Workers.run`, a line of JSON each, and write the answers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the other end kills this process
+    sent = 0.0
+
+    def send(answer: object) -> None:
+        nonlocal sent
+        sent = time.monotonic()
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+    for line in sys.stdin:
+        stage, (split, stretches, is_last), fields, known, arguments = json.loads(line)
+        segment = Segment(split, [Stretch(*each) for each in stretches], is_last)
+        settings = TextConfig.model_construct(**fields)
+        try:
+            for item in PASSES[stage](segment, settings, known, *arguments):
+                if not isinstance(item, int) or time.monotonic() > sent + PROGRESS_SECONDS:
+                    send(item)
+        except TextError as error:
+            send({"error": str(error)})
+        except OSError as error:
+            send({"errno": error.errno, "strerror": error.strerror})

@@ -1,0 +1,174 @@
+"""Long texts: read in segments, by several processes, and prepared further after a kill."""
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import chargpt
+from chargpt.config import TextConfig
+from chargpt.errors import OperationError, RunError, TextError
+from chargpt.text import prepare as module
+from chargpt.text import source, workers
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import JOURNAL, UNSHUFFLED, load_corpus, prepare, read_prepared
+from chargpt.text.source import find_text
+
+LINES = "".join(f"{number} naïve lines, 字 {number * 7919 % 1009}\n" for number in range(3000))
+# in the folder of texts/: prepare it in text/, in segments of 4 kB
+PREPARE = """
+import sys
+from pathlib import Path
+from chargpt.config import TextConfig
+from chargpt.text import source
+from chargpt.text.prepare import prepare
+source.CHUNK_BYTES, source.SEGMENT_BYTES = 1000, 4000
+settings = TextConfig(path="texts", documents=sys.argv[1] or None)
+prepare(source.find_text(settings), settings, Path("text"))
+"""
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a text of 32 segments, and the constants that make them."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "1.txt").write_text(LINES, "utf-8")
+    (folder / "2.txt").write_text("short\n" * 9, "utf-8")
+    monkeypatch.setattr(source, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(source, "SEGMENT_BYTES", 4000)
+    monkeypatch.setattr(module, "SEGMENT_BYTES", 4000)
+    return folder
+
+
+def prepared(path: Path, folder: Path, **values: object) -> Corpus:
+    settings = TextConfig.model_validate({"path": str(path), **values})
+    return prepare(find_text(settings), settings, folder)
+
+
+@given(
+    files=st.lists(st.text("ab \n\r-é中", max_size=60).map(str.encode), min_size=1, max_size=4),
+    documents=st.sampled_from([None, "lines", "files", "\n\n", "--", "-a", "é", "%\n"]),
+    newlines=st.sampled_from(["keep", "lf"]),
+    segment_bytes=st.integers(1, 40),
+)
+def test_the_segments_of_a_text_in_a_row_are_the_text(
+    files: list[bytes], documents: str | None, newlines: str, segment_bytes: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for number, content in enumerate(files):
+            Path(folder, f"{number}.txt").write_bytes(content)
+        settings = TextConfig.model_validate(
+            {"path": folder, "documents": documents, "newlines": newlines}
+        )
+        patch.setattr(module, "MIN_SEGMENTS", 10**9)  # no processes
+        try:
+            whole = load_corpus(settings)
+        except TextError:
+            assume(False)
+        patch.setattr(source, "CHUNK_BYTES", 7)
+        patch.setattr(source, "SEGMENT_BYTES", segment_bytes)
+        divided = load_corpus(settings)
+    assert divided.tokenizer == whole.tokenizer
+    assert divided.tokens.tolist() == whole.tokens.tolist()
+    assert divided.files == whole.files
+    if divided.lines is not None:
+        assert divided.lines.tolist() == whole.lines.tolist()
+
+
+@pytest.mark.parametrize("documents", [None, "lines"])
+def test_several_processes_prepare_what_one_does(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: str | None
+) -> None:
+    several = prepared(texts, tmp_path / "several", documents=documents)
+    monkeypatch.setattr(module, "MIN_SEGMENTS", 10**9)
+    one = prepared(texts, tmp_path / "one", documents=documents)
+    assert several.tokens.tobytes() == one.tokens.tobytes()
+    assert (several.key, several.files, several.tokenizer) == (one.key, one.files, one.tokenizer)
+    assert several.tokenizer.decode(np.sort(one.tokens)[:1]) == "\n"
+    read = read_prepared(tmp_path / "several", several.settings, several.tokenizer)
+    assert read.tokens.tobytes() == one.tokens.tobytes()
+
+
+@pytest.mark.parametrize("documents", [None, "lines"])
+def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(
+    texts: Path, tmp_path: Path, documents: str | None
+) -> None:
+    command = [sys.executable, "-c", PREPARE, documents or ""]
+    folder = tmp_path / "text"
+    journal, tokens = folder / JOURNAL, folder / (UNSHUFFLED[0] if documents else "tokens.bin")
+    for n_lines in (5, 15, 30):  # of the journal; 21 are of the first pass
+        with subprocess.Popen(command, cwd=tmp_path) as process:
+            while process.poll() is None:
+                if journal.exists() and journal.read_bytes().count(b"\n") >= n_lines:
+                    process.kill()
+                time.sleep(0.001)
+        assert process.returncode == -signal.SIGKILL
+    results = journal.read_bytes()
+    journal.write_bytes(results + b'["encoding", 3')  # cut by a kill
+    with open(tokens, "r+b") as file:
+        file.write(b"lost in a power cut")
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert journal.read_bytes().startswith(results)  # nothing is read twice
+    whole = prepared(texts, tmp_path / "whole", documents=documents)
+    read = read_prepared(folder, whole.settings, whole.tokenizer)
+    assert read.tokens.tobytes() == whole.tokens.tobytes()
+    assert read.files == tuple(file._replace(path=file.path) for file in whole.files)
+
+
+def test_a_journal_of_another_text_is_not_used(texts: Path, tmp_path: Path) -> None:
+    prepared(texts, tmp_path / "text")
+    (texts / "1.txt").write_text(LINES.replace("naïve", "other"), "utf-8")
+    again = prepared(texts, tmp_path / "text")
+    assert "naïve" not in again.tokenizer.decode(again.tokens)
+    assert "other" in again.tokenizer.decode(again.tokens)
+
+
+def test_an_error_in_a_process_is_that_of_one(texts: Path, tmp_path: Path) -> None:
+    content = bytearray(LINES.encode())
+    for offset in (90_000, 50_000):
+        content[offset : offset + 1] = b"\xff"
+    (texts / "1.txt").write_bytes(content)
+    with pytest.raises(TextError, match="byte 0xFF at offset 50,000"):
+        prepared(texts, tmp_path / "text")
+
+
+def test_a_process_that_is_killed_is_reported(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = workers._start
+
+    def killed() -> "subprocess.Popen[str]":
+        process = start()
+        process.kill()
+        return process
+
+    monkeypatch.setattr(workers, "_start", killed)
+    with pytest.raises(OperationError, match="was killed, perhaps for want of memory"):
+        prepared(texts, tmp_path / "text")
+
+
+@pytest.mark.parametrize("byte", [b"\0", b"\xff"])  # in the vocabulary or not
+def test_a_long_text_that_is_damaged_ends_a_resumed_run_before_anything_is_saved(
+    texts: Path, tmp_path: Path, byte: bytes
+) -> None:
+    quick = {"train.max_steps": 5, "train.save_every": 5, "model.block_size": 16}
+    run, more = tmp_path / "run", {"train.max_steps": 10}
+    chargpt.train(texts, config="bigram", settings=quick, out=run)
+    tokens = run / "text" / "tokens.bin"
+    content = tokens.read_bytes()
+    damaged = np.frombuffer(content, np.uint8).copy()
+    damaged[::50] = byte[0]
+    tokens.write_bytes(damaged.tobytes())
+    with pytest.raises(RunError, match=r"the text in .* is damaged"):
+        chargpt.train(out=run, start="resume", settings=more)
+    assert chargpt.load_run(run, "latest").state.step == 5
+    tokens.write_bytes(content)
+    assert chargpt.train(out=run, start="resume", settings=more).state.step == 10
