@@ -527,7 +527,7 @@ def split_source(source: Source, split: str, settings: TextConfig) -> list[Segme
 def _find_cuts(file: TextFile, settings: TextConfig) -> Iterator[int]:
     """Yield the offsets at which a large file can be divided: after a line, or a separator."""
     documents = settings.documents
-    mark = b"\n" if documents in (None, "lines") else documents.encode()
+    mark = b"\n" if documents in (None, "auto", "lines") else documents.encode()
     # "aa" may begin at either "a" of "aaa", but further line ends belong to the separator
     is_ambiguous = mark.strip() and any(mark.startswith(mark[i:]) for i in range(1, len(mark)))
     with open(file.path, "rb") as raw:
@@ -535,14 +535,16 @@ def _find_cuts(file: TextFile, settings: TextConfig) -> Iterator[int]:
         is_utf8 = _codec_of(codec_name(settings.encoding), head) == "utf-8"
         if documents == "files" or is_ambiguous or not is_utf8 or head.startswith(GZIP_MAGIC):
             return
-        target = SEGMENT_BYTES
-        while target < file.size:
+        cut, target = 0, SEGMENT_BYTES
+        while target < min(file.size, cut + 2 * SEGMENT_BYTES):
             raw.seek(target)
             found = raw.read(CHUNK_BYTES).find(mark)
-            cut = target + found + len(mark)
-            if found >= 0 and cut < file.size:
-                yield cut
-            target = target + CHUNK_BYTES if found < 0 else cut + SEGMENT_BYTES
+            target += CHUNK_BYTES
+            if found >= 0:
+                cut = target - CHUNK_BYTES + found + len(mark)
+                target = cut + SEGMENT_BYTES
+                if cut < file.size:
+                    yield cut
 
 
 def _read(stretch: Stretch, stream: IO[bytes] | None) -> Iterator[tuple[bytes, int]]:
