@@ -49,7 +49,7 @@ NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")  # the last is Ctrl-Break of
 
 COMMANDS = (
     "train sample evaluate compare score compress decompress explain report play export import "
-    "runs verify doctor config data"
+    "runs verify plan doctor config data"
 ).split()
 MODULES = {  # in `chargpt.cli`; else named like the command
     "decompress": "compress",
