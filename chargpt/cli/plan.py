@@ -96,7 +96,7 @@ def plan(
         )
     if gpus is None:
         given = {"--gpu": gpu, "--link": link, "--characters": characters}
-        options.reject(given, "is of a plan on paper, which --gpus asks for")
+        options.reject(given, "applies to a plan on paper, with --gpus N")
         plan_here(request, json_=json_)
         return
     card = given_gpu(gpu or DEFAULT_GPU, link)
@@ -234,10 +234,13 @@ def verdict(runs: list[PlannedRun], n_useful: int) -> str:
     last, n_gpus = runs[n_useful - 1], f"{runs[-1].gpus:,}"
     if n_useful == len(runs):
         return (
-            f"all {n_gpus} GPUs are worth having: twice as many compute at least 1.2 times as fast"
+            f"all {n_gpus} GPUs are worth having: each doubling computes at least 1.2 times as fast"
         )
     more = runs[n_useful]
-    cause = f"the batch that is best for so long a run has {more.useful_gpus:,} sequences"
+    cause = (
+        f"{more.gpus:,} are more than the {more.useful_gpus:,} sequences of the batch that is best "
+        "for so long a run"
+    )
     if more.gpus <= more.useful_gpus:
         launches = launch_seconds(more.config) / more.step_seconds
         sent = more.communication_seconds / more.step_seconds

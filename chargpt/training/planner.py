@@ -78,11 +78,8 @@ LENGTH_PRESETS = (  # by rising `min_tokens`
     # longer than the runs that the others were found by
     LengthPreset(100_000_000, 512, 8192, 0.7),
     LengthPreset(1_000_000_000, 1024, 16384, 0.7),
-    # not tried: the batch grows with about the 0.4th power of the length, as nanochat's does
-    LengthPreset(10_000_000_000, 1024, 32_768, 0.7),
-    LengthPreset(100_000_000_000, 1024, 131_072, 0.7),
-    LengthPreset(1_000_000_000_000, 1024, 262_144, 0.7),
 )
+BATCH_EXPONENT = 0.383  # of the length, of runs that are longer than the last preset
 # length of training that is assumed until a speed is measured, and at least for larger sizes
 INITIAL_TOKENS = 350_000
 
@@ -147,8 +144,13 @@ def length_preset_for(n_tokens: float) -> LengthPreset:
 
 
 def useful_ranks(config: Config, n_tokens: float) -> int:
-    """Return the sequences of the batch that is best for a run over about `n_tokens` tokens."""
-    return max(1, length_preset_for(n_tokens).tokens_per_step // config.model.block_size)
+    """Return the sequences of the batch that is best for a run over about `n_tokens` tokens.
+
+    Beyond the presets it grows with the length as nanochat's does, which has not been tried here.
+    """
+    preset = length_preset_for(n_tokens)
+    growth = max(1.0, n_tokens / LENGTH_PRESETS[-1].min_tokens) ** BATCH_EXPONENT
+    return max(1, int(growth * preset.tokens_per_step) // config.model.block_size)
 
 
 def config_of_size(
