@@ -26,7 +26,6 @@ from chargpt.training.performance import (
     plan_on_gpus,
     planned_run,
     sample_corpus,
-    speedup,
 )
 from chargpt.training.start import DEFAULT_BUDGET, Request, open_session
 
@@ -186,7 +185,7 @@ def print_plan(corpus: Corpus, card: Gpu, runs: list[PlannedRun]) -> None:
     run, about = runs[-1], "about " if isinstance(corpus, ScaledCorpus) else ""
     model, train = run.config.model, run.config.train
     sent = (
-        f", {milliseconds(run.communication_seconds)} ms of it to send "
+        f", {1000 * run.communication_seconds:,.2f} ms of it to send "
         f"{console.size(run.communication_bytes)} from each GPU at "
         f"{console.size(card.bandwidth(run.gpus))}/s"
     )
@@ -200,7 +199,7 @@ def print_plan(corpus: Corpus, card: Gpu, runs: list[PlannedRun]) -> None:
         f"plan    {train.max_steps:,} steps x {train.batch_size:,} sequences x {model.block_size} "
         f"tokens = {console.short(run.characters)} characters ({console.short(run.epochs)} epochs) "
         f"in {console.duration(run.seconds)}\n"
-        f"step    {milliseconds(run.step_seconds)} ms{sent if run.gpus > 1 else ''}\n"
+        f"step    {1000 * run.step_seconds:,.2f} ms{sent if run.gpus > 1 else ''}\n"
         f"{describe_loss(run)}",
         hanging=LABEL * " ",
     )
@@ -215,7 +214,7 @@ def print_plan(corpus: Corpus, card: Gpu, runs: list[PlannedRun]) -> None:
                 f"{each.config.train.batch_size:,}",
                 console.short(each.characters),
                 console.duration(each.seconds),
-                milliseconds(each.step_seconds),
+                f"{1000 * each.step_seconds:,.2f}",
                 f"{each.communication_seconds / each.step_seconds:.0%}",
                 f"{each.nats_per_character:.4f}" if each.gpus <= each.useful_gpus else "-",
             ]
@@ -224,32 +223,23 @@ def print_plan(corpus: Corpus, card: Gpu, runs: list[PlannedRun]) -> None:
     )
 
 
-def milliseconds(seconds: float) -> str:
-    """Return a time in ms."""
-    return f"{1000 * seconds:,.2f}"
-
-
 def verdict(runs: list[PlannedRun], n_useful: int) -> str:
     """Return how many of the GPUs are worth having, and why more are not."""
-    last, n_gpus = runs[n_useful - 1], f"{runs[-1].gpus:,}"
-    if n_useful == len(runs):
-        return (
-            f"all {n_gpus} GPUs are worth having: each doubling computes at least 1.2 times as fast"
-        )
-    more = runs[n_useful]
-    cause = (
-        f"{more.gpus:,} are more than the {more.useful_gpus:,} sequences of the batch that is best "
-        "for so long a run"
-    )
-    if more.gpus <= more.useful_gpus:
-        launches = launch_seconds(more.config) / more.step_seconds
-        sent = more.communication_seconds / more.step_seconds
+    last, cause = runs[n_useful - 1], "each doubling computes at least 1.2 times as fast"
+    if n_useful < len(runs):
+        more = runs[n_useful]
         cause = (
-            f"{more.gpus:,} compute only {speedup(last, more):.2f} times as fast, with "
-            f"{launches:.0%} of a step for kernel launches and {sent:.0%} for communication"
+            f"{more.gpus:,} compute only {more.speed / last.speed:.2f} times as fast, with "
+            f"{launch_seconds(more.config) / more.step_seconds:.0%} of a step for kernel launches "
+            f"and {more.communication_seconds / more.step_seconds:.0%} for communication"
         )
+        if more.gpus > more.useful_gpus:
+            cause = (
+                f"{more.gpus:,} are more than the {more.useful_gpus:,} sequences of the batch that "
+                "is best"
+            )
     verb = "is" if last.gpus == 1 else "are"
-    return f"{last.gpus:,} of the {n_gpus} GPUs {verb} worth having: {cause}"
+    return f"{last.gpus:,} of the {runs[-1].gpus:,} GPUs {verb} worth having: {cause}"
 
 
 def limits(corpus: Corpus, card: Gpu) -> list[str]:

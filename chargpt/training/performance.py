@@ -19,7 +19,7 @@ import numpy as np
 
 from chargpt.config import Config, TextConfig
 from chargpt.models import count_parameters
-from chargpt.text.corpus import Corpus, Split
+from chargpt.text.corpus import MIN_BLOCK_SIZE, Corpus, Split
 from chargpt.text.prepare import load_corpus
 from chargpt.text.source import CHUNK_BYTES, find_text, iter_chunks, opened, text_pieces
 from chargpt.text.tokenizer import Tokens
@@ -82,21 +82,24 @@ class ScaledCorpus(Corpus):
 
 
 def sample_corpus(settings: TextConfig, characters: float | None = None) -> Corpus:
-    """Return a text, of a long one or one of `characters` a sample that stands for all of it.
+    """Return a text, or a sample that stands for a long one or for one of `characters`.
 
     Raises:
         TextError: as for `load_corpus`.
     """
     source = find_text(settings)
-    n_bytes, scale = sum(file.size for file in source.files), 1.0
-    if n_bytes <= MAX_READ_BYTES or any(file.path.endswith(".gz") for file in source.files):
-        corpus = load_corpus(settings)
+    n_bytes, largest = (
+        sum(file.size for file in source.files),
+        max(source.files, key=lambda file: file.size, default=None),
+    )
+    if n_bytes <= MAX_READ_BYTES or largest is None or largest.size < CHUNK_BYTES:
+        corpus, scale = load_corpus(settings), 1.0
     else:
         plain = settings.model_copy(update={"documents": None})
-        with opened(source, settings.encoding) as each:
+        with opened(replace(source, files=(largest,)), settings.encoding) as each:
             text = next(text_pieces(iter_chunks(each), plain))
-        scale = n_bytes / min(CHUNK_BYTES, source.files[0].size)
         corpus = replace(load_corpus(settings, text=text), name=source.name)
+        scale = n_bytes / CHUNK_BYTES
     if characters is not None:
         scale = characters / corpus.n_characters
     values = {each.name: getattr(corpus, each.name) for each in fields(corpus)}
@@ -137,6 +140,11 @@ class PlannedRun:
         """The time of all steps."""
         return self.config.train.max_steps * self.step_seconds
 
+    @property
+    def speed(self) -> float:
+        """The computation per second, to compare runs of other sizes or lengths by."""
+        return self.parameters * self.characters / self.seconds
+
 
 def planned_run(config: Config, corpus: Corpus, speed: float, gpus: int = 1) -> PlannedRun:
     """Return the run of a planned config at `speed` tokens per second."""
@@ -168,8 +176,10 @@ def plan_on_gpus(
     """Return the run that a budget of `seconds` gives on GPUs, the start of the command left out.
 
     Raises:
+        TextError: the text is too short.
         OperationError: the fewest useful steps would take more than twice the budget.
     """
+    corpus.require_blocks(MIN_BLOCK_SIZE)
     vocab_size, notes = corpus.tokenizer.vocab_size, list[str]()
 
     def speed(config: Config, _: float = math.inf) -> float:
@@ -181,9 +191,9 @@ def plan_on_gpus(
     planned = planner.plan().config
     run = planned_run(planned, corpus, speed(planned), n_gpus)
     unbounded = replace(planner, memory=math.inf, warn=lambda _: None)
-    better = planned_run(unbounded.plan().config, corpus, 1.0, n_gpus)
-    if better.memory_bytes > max(run.memory_bytes, USABLE_MEMORY * gpu.memory):
-        notes.append(memory_note(better, vocab_size, gpu))
+    best = unbounded.plan().config  # by the law
+    if best != planned or run.memory_bytes > gpu.memory:
+        notes.append(memory_note(best, vocab_size, gpu, n_gpus))
     n_bytes = sent_bytes(planned, vocab_size, n_gpus)
     return replace(
         run,
@@ -193,23 +203,19 @@ def plan_on_gpus(
     )
 
 
-def memory_note(run: PlannedRun, vocab_size: int, gpu: Gpu) -> str:
-    """Return that a run does not fit into the GPUs, and what helps."""
-    model, usable = run.config.model, USABLE_MEMORY * gpu.memory
-    size = (
-        f"{model.n_layer} layers x {model.n_embd:,} wide ({run.parameters / 1e6:,.0f}M parameters)"
+def memory_note(config: Config, vocab_size: int, gpu: Gpu, n_gpus: int) -> str:
+    """Return that a model does not fit into GPUs, and what helps."""
+    model, parts = config.model, config.train.micro_batches * n_gpus
+    least, needed = (
+        training_bytes(config, vocab_size, n) / 1e9 for n in (1, config.train.batch_size // parts)
     )
-    least = training_bytes(run.config, vocab_size, 1)
-    remedy = "-s train.micro_batches=N, or more GPUs, make each one's part of the batch smaller"
+    usable = USABLE_MEMORY * gpu.memory / 1e9
+    remedy = "more GPUs or -s train.micro_batches=N divide its batch"
     if least > usable:
-        remedy = (
-            "DDP holds weights, gradients, optimizer and EMA on each GPU and ends here; "
-            "torchtitan shards them (docs/scaling.md)"
-        )
-    needed, usable, all_ = (n / 1e9 for n in (run.memory_bytes, usable, gpu.memory))
+        remedy = "DDP, which holds all of it on each GPU, ends here (docs/scaling.md: torchtitan)"
     return (
-        f"{size}, which the law prefers, need {needed:,.0f} GB of each GPU, and {usable:,.0f} of "
-        f"its {all_:,.0f} GB are planned with: {remedy}"
+        f"the best model for this time, {model.n_layer} layers x {model.n_embd:,} wide, needs "
+        f"{needed:,.0f} GB of each GPU, where plans use {usable:,.0f} GB: {remedy}"
     )
 
 
@@ -252,12 +258,6 @@ def sent_bytes(config: Config, vocab_size: int, n_gpus: int) -> float:
     return VALUE_BYTES * (reduced + (n_gpus - 1) * gathered)
 
 
-def speedup(fewer: PlannedRun, more: PlannedRun) -> float:
-    """Return how many times as fast one run computes as another, which may have another size."""
-    one, other = (run.parameters * run.characters / run.seconds for run in (fewer, more))
-    return other / one
-
-
 def n_worth_having(runs: Sequence[PlannedRun]) -> int:
     """Return how many of the runs, by rising numbers of GPUs, use their additional GPUs.
 
@@ -266,6 +266,6 @@ def n_worth_having(runs: Sequence[PlannedRun]) -> int:
     """
     for index, (fewer, run) in enumerate(pairwise(runs), start=1):
         least = 1 + MIN_EFFICIENCY * (run.gpus / fewer.gpus - 1)
-        if run.gpus > run.useful_gpus or speedup(fewer, run) < least:
+        if run.gpus > run.useful_gpus or run.speed < least * fewer.speed:
             return index
     return len(runs)

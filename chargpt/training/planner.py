@@ -278,7 +278,7 @@ class Planner:
         useful = useful_ranks(config, n_tokens)
         if useful < self.n_ranks:
             self.warn(
-                f"{self.n_ranks:,} processes are more than the {useful} sequences of the "
+                f"{self.n_ranks:,} processes are more than the {useful:,} sequences of the "
                 "batch that is best for so long a run: the others are not worth having"
             )
         step_limit = max(MIN_STEPS, self.max_tokens // config.tokens_per_step)
