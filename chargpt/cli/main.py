@@ -285,7 +285,8 @@ def run() -> NoReturn:
     console.started = time.perf_counter() - launch_seconds()
     console.is_silent = False
     with suppress(DeviceError):  # which `train` rejects
-        console.is_silent = sys.argv[1:2] in (["train"], ["compare"], ["plan"]) and not is_main_rank()
+        has_ranks = sys.argv[1:2] in (["train"], ["compare"], ["plan"])
+        console.is_silent = has_ranks and not is_main_rank()
     open_streams()
     # Importing torch makes a million objects that stay. Collecting garbage among them at Python's
     # default rate takes a fifth of a start.

@@ -245,9 +245,9 @@ def verdict(runs: list[PlannedRun], n_useful: int) -> str:
 def limits(corpus: Corpus, card: Gpu) -> list[str]:
     """Return what a plan on paper takes for granted, and what it leaves out."""
     found = [
-        f"assumed: a step takes {1000 * LAYER_SECONDS:g} ms per layer and computes at "
-        f"{UTILISATION:.0%} of {card.flops / 1e12:,.0f} TFLOP/s, as steps of an H200 did within a "
-        "fifth; the start of the command takes no time",
+        f"assumed: a step, in CUDA graphs and without soft targets, takes {1000 * LAYER_SECONDS:g} "
+        f"ms per layer and computes at {UTILISATION:.0%} of {card.flops / 1e12:,.0f} TFLOP/s, as "
+        "those of an H200 did within a fifth; the start of the command takes no time",
         f"assumed: gradients and updates are exchanged at {console.size(card.link)}/s in a host of "
         f"{HOST_GPUS} GPUs and at {console.size(card.network)}/s between hosts, after the backward "
         "pass",

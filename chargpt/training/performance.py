@@ -6,8 +6,8 @@ The planner chooses as in `train`, but from a step time that is computed:
 
 The FLOPs are 6 N + 12 L C T per token (Chowdhery et al. 2022, appendix B) and those of Muon. Both
 constants are fitted to the steps of one H200 in benchmarks/LOG.md, which they give within 20%; for
-other cards and larger models they are assumed. Communication does not overlap with the backward
-pass here, and its latency is left out.
+other cards and larger models they are assumed. Left out are soft targets, the latency of
+communication, and its overlap with the backward pass.
 """
 
 import math
