@@ -192,6 +192,13 @@ REFUSALS = [
     ("compare RUN --plot x.jpg", 2, "x.jpg must end in .svg or .png", "rename it"),
     ("compare RUN --budget 1m", 2, "--budget applies to training", "drop it"),
     ("compare RUN -s model.n_layer=2", 2, "-s (or --seed, --val", "drop it"),
+    # plan
+    ("plan a.txt --link 5", 2, "--link applies to a plan on paper, with --gpus N", "drop it"),
+    ("plan a.txt --gpus 0", 2, "--gpus", "expected a number from 1"),
+    ("plan a.txt --gpus 2 --gpu x", 2, "--gpu x is not known", "t4, a100, h100, h200"),
+    ("plan a.txt --gpus 2 --link nan", 2, "--link nan is not a bandwidth", "above 0"),
+    ("plan a.txt --gpus 2 --characters nan", 2, "--characters nan is not from 1,000", "correct it"),
+    ("plan a.txt -c bigram", 2, "predicts the loss of model.kind=gpt", "drop it"),
     # others
     ("report RUN --out a.txt", 2, "was not made by chargpt", "name another file"),
     ("play RUN --out a.txt", 2, "was not made by chargpt", "name another file"),

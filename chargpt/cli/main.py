@@ -49,7 +49,7 @@ NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")  # the last is Ctrl-Break of
 
 COMMANDS = (
     "train sample evaluate compare score compress decompress explain report play export import "
-    "runs verify doctor config data"
+    "runs verify plan doctor config data"
 ).split()
 MODULES = {  # in `chargpt.cli`; else named like the command
     "decompress": "compress",
@@ -285,7 +285,8 @@ def run() -> NoReturn:
     console.started = time.perf_counter() - launch_seconds()
     console.is_silent = False
     with suppress(DeviceError):  # which `train` rejects
-        console.is_silent = sys.argv[1:2] in (["train"], ["compare"]) and not is_main_rank()
+        has_ranks = sys.argv[1:2] in (["train"], ["compare"], ["plan"])
+        console.is_silent = has_ranks and not is_main_rank()
     open_streams()
     # Importing torch makes a million objects that stay. Collecting garbage among them at Python's
     # default rate takes a fifth of a start.

@@ -151,7 +151,7 @@ class Deadline:
         if missing > self.seconds:
             raise OperationError(
                 f"a budget of {self.seconds:g} s is too short for {MIN_STEPS} steps, the fewest "
-                "that are useful, on this machine now; give "
+                "that are useful, at this speed; give "
                 f"--budget {math.ceil(self.seconds + missing)}s"
             )
 

@@ -49,7 +49,9 @@ class Size:
 
 SIZES = (
     *(Size(4, 64), Size(4, 96), Size(4, 128), Size(5, 192), Size(6, 256), Size(6, 384)),
-    *(Size(8, 512), Size(10, 640), Size(12, 768)),  # larger than those of the fitted runs
+    # larger than those of the fitted runs
+    *(Size(8, 512), Size(10, 640), Size(12, 768), Size(16, 1024), Size(24, 1536)),
+    *(Size(24, 2048), Size(32, 2560), Size(32, 4096)),
 )
 
 
@@ -77,6 +79,7 @@ LENGTH_PRESETS = (  # by rising `min_tokens`
     LengthPreset(100_000_000, 512, 8192, 0.7),
     LengthPreset(1_000_000_000, 1024, 16384, 0.7),
 )
+BATCH_EXPONENT = 0.383  # of the length, of runs that are longer than the last preset
 # length of training that is assumed until a speed is measured, and at least for larger sizes
 INITIAL_TOKENS = 350_000
 
@@ -138,6 +141,16 @@ def _fitted() -> dict[str, Any]:
 def length_preset_for(n_tokens: float) -> LengthPreset:
     """Return the settings of a run over about `n_tokens` tokens."""
     return [each for each in LENGTH_PRESETS if each.min_tokens <= n_tokens][-1]
+
+
+def useful_ranks(config: Config, n_tokens: float) -> int:
+    """Return the sequences of the batch that is best for a run over about `n_tokens` tokens.
+
+    Beyond the presets it grows with the length as nanochat's does, which has not been tried here.
+    """
+    preset = length_preset_for(n_tokens)
+    growth = max(1.0, n_tokens / LENGTH_PRESETS[-1].min_tokens) ** BATCH_EXPONENT
+    return max(1, int(growth * preset.tokens_per_step) // config.model.block_size)
 
 
 def config_of_size(
@@ -225,6 +238,8 @@ class Planner:
         measure: called with a config and the seconds after which one trial step is enough;
             returns tokens per second.
         n_ranks: that train together.
+        memory: of a rank's device, in bytes; None: that of this machine.
+        warn: called with what the user should know about the plan.
     """
 
     config: Config
@@ -233,6 +248,8 @@ class Planner:
     fixed_keys: Collection[str]
     measure: Callable[[Config, float], float]
     n_ranks: int = 1
+    memory: float | None = None
+    warn: Callable[[str], object] = logger.warning
 
     def plan(self) -> Pace:
         """Return the run of the size with the lowest predicted loss, if the size is free.
@@ -250,18 +267,18 @@ class Planner:
         n_tokens, parameters = self.affordable_tokens(speed), self.parameters(config)
         values = length_values(config, n_tokens, self.train_tokens, parameters)
         if n_tokens == self.max_tokens:
-            logger.warning(EPOCH_LIMIT_NOTE)
+            self.warn(EPOCH_LIMIT_NOTE)
         runs = _fitted()["runs"]
         largest, longest = (max(run[key] for run in runs) for key in ("parameters", "characters"))
         if size_was_chosen and (parameters > 1.1 * largest or n_tokens > 1.1 * longest):
-            logger.warning(
+            self.warn(
                 "the size and the settings are extrapolated from runs of up to "
                 f"{largest / 1e6:.0f}M parameters and {longest / 1e6:.0f}M characters"
             )
-        useful = length_preset_for(n_tokens).tokens_per_step // config.model.block_size
+        useful = useful_ranks(config, n_tokens)
         if useful < self.n_ranks:
-            logger.warning(
-                f"{self.n_ranks} processes are more than the {max(1, useful)} sequences of the "
+            self.warn(
+                f"{self.n_ranks:,} processes are more than the {useful:,} sequences of the "
                 "batch that is best for so long a run: the others are not worth having"
             )
         step_limit = max(MIN_STEPS, self.max_tokens // config.tokens_per_step)
@@ -316,9 +333,7 @@ class Planner:
     def larger_sizes(self, first: int, n_tokens: float) -> list[Config]:
         """Return the configs of the sizes from index `first` on that suit text and memory."""
         vocab_size = self.corpus.tokenizer.vocab_size
-        device = choose_device(self.config.device)[0]
-        n_local = rank_variable("LOCAL_WORLD_SIZE", 1) if device.type == "cpu" else 1
-        usable = USABLE_MEMORY * memory_limit(device) / n_local
+        usable = USABLE_MEMORY * (self.memory or self.memory_here())
         n_tokens = max(INITIAL_TOKENS, n_tokens)
         configs = [self.config_of_size(size, n_tokens) for size in SIZES[first:]]
         parts = self.config.train.micro_batches * self.n_ranks
@@ -328,6 +343,12 @@ class Planner:
             if training_bytes(each, vocab_size, each.train.batch_size // parts) <= usable
             and self.parameters(each) <= MAX_PARAMETERS_PER_TOKEN * self.train_tokens
         ]
+
+    def memory_here(self) -> float:
+        """Return the memory that a rank may use on this machine, in bytes."""
+        device = choose_device(self.config.device)[0]
+        n_local = rank_variable("LOCAL_WORLD_SIZE", 1) if device.type == "cpu" else 1
+        return memory_limit(device) / n_local
 
     def config_of_size(self, size: Size, n_tokens: float) -> Config:
         return config_of_size(
