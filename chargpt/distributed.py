@@ -96,9 +96,11 @@ class RankGroup:
         if self.is_alone:
             return
         import torch
+        import torch.distributed as dist
 
-        mean = self.all_reduce_mean(torch.cat([tensor.flatten() for tensor in tensors]))
-        parts = zip(torch.split(mean, [tensor.numel() for tensor in tensors]), tensors, strict=True)
+        flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(self.world_size)
+        dist.all_reduce(flat)
+        parts = zip(torch.split(flat, [tensor.numel() for tensor in tensors]), tensors, strict=True)
         torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in parts])
 
     def all_reduce_any(self, flag: bool) -> bool:

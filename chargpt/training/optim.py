@@ -156,12 +156,13 @@ class Muon:
         if self.group.is_alone:
             return
         for names, _ in self.groups:
-            weights: list[Tensor] = [as_wide(self.parameters[name]) for name in names]
+            weights: list[Tensor] = [self.parameters[name] for name in names]
             own = self._own(len(names))
             # all parts have the same size: the last ones end with matrices that are cut off
-            part = [weights[number % len(names)] for number in range(own.start, own.stop)]
-            gathered = self.group.all_gather(torch.stack(part))[: len(names)]
-            torch._foreach_copy_(weights, gathered.unbind())
+            part = [weights[n % len(names)].flatten() for n in range(own.start, own.stop)]
+            rows = self.group.all_gather(torch.stack(part))[: len(names)]
+            pairs = zip(rows, weights, strict=True)
+            torch._foreach_copy_(weights, [row.view_as(weight) for row, weight in pairs])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the momentum of every matrix under its name."""
