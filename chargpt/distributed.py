@@ -72,9 +72,14 @@ class RankGroup:
         """Whether this is rank 0, the one that prints and writes."""
         return self.rank == 0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank, so that nothing is communicated."""
+        return self.world_size == 1
+
     def all_reduce_sum(self, value: "torch.Tensor") -> "torch.Tensor":
         """Return the sum of a tensor over all ranks (all-reduce)."""
-        if self.world_size > 1:
+        if not self.is_alone:
             import torch.distributed as dist
 
             value = value.clone()
@@ -84,7 +89,19 @@ class RankGroup:
     def all_reduce_mean(self, value: "torch.Tensor") -> "torch.Tensor":
         """Return the mean of a tensor over all ranks."""
         total = self.all_reduce_sum(value)
-        return total if self.world_size == 1 else total / self.world_size
+        return total if self.is_alone else total / self.world_size
+
+    def average(self, tensors: "list[torch.Tensor]") -> None:
+        """Replace tensors of one dtype by their means over all ranks, in one all-reduce."""
+        if self.is_alone:
+            return
+        import torch
+        import torch.distributed as dist
+
+        flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(self.world_size)
+        dist.all_reduce(flat)
+        parts = zip(torch.split(flat, [tensor.numel() for tensor in tensors]), tensors, strict=True)
+        torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in parts])
 
     def all_reduce_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
@@ -92,7 +109,7 @@ class RankGroup:
 
     def agree(self, flag: bool, number: float) -> tuple[bool, float]:
         """Return whether the flag is set on any rank, and rank 0's number, in one all-reduce."""
-        if self.world_size == 1:
+        if self.is_alone:
             return flag, number
         import torch
 
@@ -102,7 +119,7 @@ class RankGroup:
 
     def all_gather(self, part: "torch.Tensor") -> "torch.Tensor":
         """Return the tensors (N, ...) of all ranks, in their order, as (world_size * N, ...)."""
-        if self.world_size == 1:
+        if self.is_alone:
             return part
         import torch.distributed as dist
 
@@ -112,7 +129,7 @@ class RankGroup:
 
     def broadcast(self, number: float) -> float:
         """Return rank 0's number on every rank."""
-        if self.world_size == 1:
+        if self.is_alone:
             return number
         import torch.distributed as dist
 
@@ -127,7 +144,7 @@ class RankGroup:
 
     def broadcast_bytes(self, content: bytes, size: int) -> bytes:
         """Return rank 0's bytes, `size` of them, on every rank."""
-        if self.world_size == 1 or not size:
+        if self.is_alone or not size:
             return content
         import torch
         import torch.distributed as dist

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run everything that needs a GPU in under ten minutes: the doctor, the CUDA tests, and training and
-# sampling benchmarks beside nanoGPT. Writes OUT/gpu.txt as it goes and OUT/gpu.json at its end,
+# Run everything that needs a GPU in under ten minutes: the doctor, the CUDA tests, a step of one rank
+# over NCCL beside that of one process, and training and sampling benchmarks beside nanoGPT. Writes OUT/gpu.txt as it goes and OUT/gpu.json at its end,
 # also when it is stopped.
 #
 #   scripts/gpu_suite.sh OUT TEXT [NANOGPT]
@@ -32,7 +32,7 @@ from pathlib import Path
 
 out, seconds, *codes = Path(sys.argv[1]), *sys.argv[2:]
 result = {"seconds": int(seconds), "exit_codes": dict(code.split("=") for code in codes)}
-for name in ("doctor", "train", "sample", "nanogpt"):
+for name in ("doctor", "train", "sample", "ranks", "nanogpt"):
     path = out / f"{name}.json"
     text = re.sub(r" at /[^\"]*", "", path.read_text()) if path.exists() else ""  # no absolute paths
     result[name] = json.loads(text) if text.strip() else None
@@ -56,8 +56,12 @@ step "tests that need CUDA"
 if [ "$recipe" = gpu ]; then
   timeout --foreground 120 $python -m pytest -q -m cuda -rs tests/test_cuda.py -p no:cacheprovider
   codes+=("tests=$?")
+  step "one rank over NCCL"
+  timeout --foreground 90 $python -m torch.distributed.run --standalone --nproc-per-node 1 \
+    scripts/bench/bench_gpu.py "$text" --parts ranks --steps 30 --json "$out/ranks.json"
+  codes+=("ranks=$?")
 else
-  echo "skipped: no CUDA GPU"; codes+=("tests=skipped")
+  echo "skipped: no CUDA GPU"; codes+=("tests=skipped" "ranks=skipped")
 fi
 if [ -n "$nanogpt" ]; then
   step "nanoGPT"

@@ -27,7 +27,7 @@ def test_the_measurements_for_a_first_gpu_run_on_a_cpu(verse: Path, tmp_path: Pa
     record = tmp_path / "parts.json"
     small = (
         "-s model.n_layer=1 -s model.n_embd=32 -s model.n_head=1 -s model.block_size=16 "
-        "-s train.batch_size=2 -s dtype=float32 --steps 1 --parts steps profile --json"
+        "-s train.batch_size=2 -s dtype=float32 --steps 1 --parts steps ranks profile --json"
     ).split()
     command = [sys.executable, SCRIPTS / "bench" / "bench_gpu.py", verse, *small, record]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
@@ -35,6 +35,8 @@ def test_the_measurements_for_a_first_gpu_run_on_a_cpu(verse: Path, tmp_path: Pa
     assert "1 x 32, whole step (ms)" in done.stdout
     values = json.loads(record.read_text())
     assert values["steps"]["1 x 32, characters per second"] > 0
+    assert len(values["ranks"]) == 3
+    assert all("losses within 0.0e+00" in value for value in values["ranks"].values())
     assert values["profile"]["eager: microseconds of a step"]
     assert values["torch"]
 

@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -52,10 +53,11 @@ class Learner:
     the sizes of `config.model`.
 
     Attributes:
-        captured_forward_backward: `forward_backward` as a CUDA graph; None on other devices, with
-            several ranks or micro-batches, or if capture failed.
+        ddp_model: the model, in DistributedDataParallel if several ranks train without CUDA graphs.
+        captured_forward_backward: `forward_backward` as a CUDA graph, and the mean of the gradients
+            over the ranks; None on other devices, with several micro-batches, or if capture failed.
         captured_update: `optimizer.step` as a CUDA graph; None wherever the other one is.
-        capture_error: why capture failed.
+        capture_error: why capture failed, on this rank or another.
 
     Raises:
         ConfigError: the batch does not divide over ranks and micro-batches.
@@ -107,7 +109,7 @@ class Learner:
         else:
             self.restore(saved, config.optim)
         self.given_ngram = ngram
-        self.ddp_model = self._wrap_for_ddp()
+        self.ddp_model: torch.nn.Module = self.model
         self.batches = Batches(
             corpus.split("train"),
             self.model.block_size,
@@ -117,8 +119,9 @@ class Learner:
         )
         if device.type != "cpu":
             self.batches.to_device(device)
-        if can_capture(device) and group.world_size == train.micro_batches == 1:
+        if can_capture(device) and train.micro_batches == 1:
             self._capture()
+        self.ddp_model = self._wrap_for_ddp()
 
     @cached_property
     def ngram(self) -> NGramLM | None:
@@ -186,12 +189,13 @@ class Learner:
         """Capture the forward and backward pass and the update as CUDA graphs.
 
         The captured functions do not refer to `self`: in a cycle, the memory of trial models would
-        wait for the garbage collector.
+        wait for the garbage collector. What ranks communicate is in no graph, so that each captures
+        and checks its graphs alone, and NCCL's timeouts and shutdown are as without graphs.
         """
         self.captured_forward_backward = self.captured_update = None
-        parameters, optimizer = list(self.model.parameters()), self.optimizer
+        parameters, optimizer, group = list(self.model.parameters()), self.optimizer, self.group
         state = {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
-        static_batch = self.batches.at(0).to(self.device)
+        static_batch = self.batches.at(0, slice(self.micro_batch_size)).to(self.device)
         # learning rates of zero leave the weights as they are
         static_step, static_factor = torch.zeros(2, device=self.device).unbind()
 
@@ -205,20 +209,26 @@ class Learner:
 
         try:
             replay_step = capture_graph(forward_backward, self.device, is_random=self.dropout > 0)
-            gradients = [parameter.grad for parameter in parameters]
+            gradients = [p.grad for p in parameters if p.grad is not None]
             replay_update = capture_graph(update, self.device)
         except CaptureError as error:
             self.capture_error = str(error)
-            return
         finally:
             optimizer.load_state_dict(state)
             self.model.zero_grad(set_to_none=True)
+        if group.all_reduce_any(self.capture_error is not None):  # with DDP they would not match
+            self.capture_error = self.capture_error or "CUDA graph capture failed on another rank"
+            return
+        if not group.is_alone:  # as DDP does: another kind of CPU may have initialised others
+            for parameter in parameters:
+                dist.broadcast(parameter.detach(), src=0)
 
         def captured_forward_backward(micro_batch: Tensor) -> Tensor:
             static_batch.copy_(micro_batch)
             loss = replay_step()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
+            group.average(gradients)
             return loss
 
         def captured_update(step: int, factor: float) -> None:
@@ -256,6 +266,7 @@ class Learner:
     def apply_update(self, step: int, lr_factor: float) -> None:
         """Update the weights and their moving average."""
         (self.captured_update or self.optimizer.step)(step, lr_factor)
+        self.optimizer.gather()
         self.model.zero_grad(set_to_none=True)
         if self.initial_weights:  # L2-SP (Li, Grandvalet and Davoine 2018), decoupled
             weights = list[Tensor](self.model.parameters())
@@ -363,7 +374,7 @@ class Learner:
         return {name: source[name].detach().clone().to(self.device) for name in names}
 
     def _wrap_for_ddp(self) -> torch.nn.Module:
-        if self.group.world_size == 1:
+        if self.group.is_alone or self.captured_update is not None:
             return self.model
         devices = [self.device] if self.device.type == "cuda" else None
         with warnings.catch_warnings():

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chargpt.config import OptimConfig, ScheduleConfig
@@ -104,7 +103,7 @@ def as_wide(matrix: Tensor) -> Tensor:
 class Muon:
     """Muon for named matrices; the products of the orthogonalisation run in `dtype`.
 
-    Each rank of `group` orthogonalises a part of every stack, and they share the results.
+    Each rank of `group` updates its part of every stack; then they `gather` the new weights.
     """
 
     def __init__(
@@ -136,23 +135,34 @@ class Muon:
             gradient = torch.stack([as_wide(w.grad) for w in weights if w.grad is not None])
             buffer.lerp_(gradient, 1 - MOMENTUM)
             nesterov = gradient.lerp_(buffer, MOMENTUM)
-            update = self._orthogonalized(nesterov)  # (N, R, C)
+            own = self._own(len(names))
+            update = orthogonalize(nesterov[own], self.dtype)
             rate = self.lr * factor
             torch._foreach_mul_(weights, 1 - rate * self.weight_decay)
             if isinstance(rate, Tensor):  # `alpha` cannot be one
                 update, rate = update.mul_(rate), 1.0
-            for weight, change in zip(weights, update.unbind(), strict=True):
+            for weight, change in zip(weights[own], update.unbind(), strict=True):
                 scale = max(1, weight.size(0) / weight.size(1)) ** 0.5
                 as_wide(weight).add_(change, alpha=-rate * scale)
 
-    def _orthogonalized(self, matrices: Tensor) -> Tensor:
-        """Return the orthogonalised matrices (N, R, C), of which each rank computes a part."""
-        if self.group.world_size == 1:
-            return orthogonalize(matrices, self.dtype)
-        n_own = math.ceil(len(matrices) / self.group.world_size)
-        own = matrices[self.group.rank * n_own :][:n_own]
-        own = F.pad(own, (0, 0, 0, 0, 0, n_own - len(own)))  # of the last ranks
-        return self.group.all_gather(orthogonalize(own, self.dtype))[: len(matrices)]
+    def _own(self, number: int) -> slice:
+        """Return which matrices of a stack of `number` this rank updates."""
+        n_own = math.ceil(number / self.group.world_size)
+        return slice(self.group.rank * n_own, (self.group.rank + 1) * n_own)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Copy the weights that each rank has updated to the others."""
+        if self.group.is_alone:
+            return
+        for names, _ in self.groups:
+            weights: list[Tensor] = [self.parameters[name] for name in names]
+            own = self._own(len(names))
+            # all parts have the same size: the last ones end with matrices that are cut off
+            part = [weights[n % len(names)].flatten() for n in range(own.start, own.stop)]
+            rows = self.group.all_gather(torch.stack(part))[: len(names)]
+            pairs = zip(rows, weights, strict=True)
+            torch._foreach_copy_(weights, [row.view_as(weight) for row, weight in pairs])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the momentum of every matrix under its name."""
@@ -192,12 +202,18 @@ class Optimizer:
         self.optimizers.append(AdamW(others, config.lr, config.weight_decay))
 
     def step(self, step: int | Tensor, factor: float | Tensor) -> None:
-        """Apply update `step` with every learning rate multiplied by `factor`.
+        """Apply update `step` with every learning rate multiplied by `factor`; then call `gather`.
 
         In a CUDA graph both are tensors on the device, since numbers would be constants there.
         """
         for optimizer in self.optimizers:
             optimizer.step(step, factor)
+
+    def gather(self) -> None:
+        """Copy the weights that each rank has updated to the others."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.gather()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the complete state of the optimizer."""

@@ -154,6 +154,8 @@ class Trainer:
         if pace is not None:
             pace.start(self.config, self.state.step)
         had_disk_error = False
+        if self.group.is_main and (error := self.learner.capture_error) is not None:
+            logger.warning(f"{error}: training works, but a small model trains more slowly")
         try:
             for report in self._reports():
                 stops, now = self.group.agree(should_stop(report), time.perf_counter())

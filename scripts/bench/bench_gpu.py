@@ -1,36 +1,46 @@
 """Measurements for the first runs on a GPU, which print as they go.
 
-    python scripts/bench/bench_gpu.py TEXT [--parts steps profile variants epochs] [--steps 100]
-        [--json benchmarks/gpu-parts.json] [-s KEY=VALUE]...
+    python scripts/bench/bench_gpu.py TEXT [--parts steps ranks profile variants epochs]
+        [--steps 100] [--json benchmarks/gpu-parts.json] [-s KEY=VALUE]...
 
 steps      a training step of three sizes: eager and as a CUDA graph, and the optimizer's share
+ranks      a training step of one process, and of a rank that is alone in its process group (NCCL on
+           a GPU) with CUDA graphs and with DistributedDataParallel: losses in float32, and times;
+           fails if losses differ by 1e-5, or the time with CUDA graphs is 3% longer
 profile    the kernels of a training step that take the longest
 variants   the norm and attention in each implementation, forward and backward
 epochs     validation loss after 10, 20 and 40 epochs with three batch sizes
 
-TEXT is a file. -s changes settings of `steps`, `profile` and `epochs`; small models try this script
+TEXT is a file. -s changes settings of all parts but `variants`; small models try this script
 on a CPU. The JSON is written after each measurement.
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
 from record import provenance, save_record
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from chargpt.config import Config, load_config
 from chargpt.device import choose_device, choose_dtype, synchronize
+from chargpt.distributed import RankGroup
 from chargpt.models.kernels import RMSNorm
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
+from chargpt.training.learner import Learner
 from chargpt.training.planner import Size, config_of_size, length_values
 from chargpt.training.trainer import Trainer
 
@@ -38,6 +48,8 @@ SIZES = (Size(4, 128), Size(6, 384), Size(12, 768))
 BATCHES = (16, 32, 64)  # sequences
 EPOCHS = (10, 20, 40)
 LONG = 10_000_000  # characters: block and batch size of such a run
+ROUNDS = 5  # of timing each way to train in turn
+COMPARED_STEPS = 10  # rounding is amplified later
 
 
 class Measurements:
@@ -66,6 +78,14 @@ def milliseconds(function: Callable[[], object], device: torch.device, number: i
     return round(1000 * (time.perf_counter() - start) / number, 4)
 
 
+def run_step(learner: Learner, step: int = 0, lr_factor: float = 0.001) -> Tensor:
+    """Run one training step; return its loss."""
+    loss = learner.accumulate_gradients(step)
+    learner.clip_gradients()
+    learner.apply_update(step, lr_factor)
+    return loss
+
+
 def measure_steps(configs: list[Config], corpus: Corpus, number: int, found: Measurements) -> None:
     """Measure the gradients of a step, eager and captured, and the rest of it."""
     for config in configs:
@@ -80,16 +100,68 @@ def measure_steps(configs: list[Config], corpus: Corpus, number: int, found: Mea
         if (replay := learner.captured_forward_backward) is not None:
             captured = milliseconds(lambda: replay(block), device, number)  # noqa: B023
             found.add("steps", f"{name}, captured gradients (ms)", captured)
-
-        def step() -> None:
-            learner.accumulate_gradients(0)  # noqa: B023
-            learner.clip_gradients()  # noqa: B023
-            learner.apply_update(0, 0.001)  # noqa: B023
-
-        whole = milliseconds(step, device, number)
+        whole = milliseconds(partial(run_step, learner), device, number)
         found.add("steps", f"{name}, whole step (ms)", whole)
         characters = round(1000 * config.tokens_per_step / whole)
         found.add("steps", f"{name}, characters per second", characters)
+
+
+class SingleRank(RankGroup):
+    """A rank that communicates with itself, as one of several does with the others."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing is communicated."""
+        return False
+
+
+def measure_ranks(
+    configs: list[Config], corpus: Corpus, number: int, found: Measurements
+) -> list[str]:
+    """Measure a step with and without a process group; return what differs too much."""
+    eager = patch("chargpt.training.learner.can_capture", return_value=False)
+    ways: dict[str, tuple[RankGroup, AbstractContextManager[object]]] = {
+        "one process": (RankGroup(), nullcontext()),
+        "one rank, CUDA graphs": (SingleRank(), nullcontext()),
+        "one rank, DistributedDataParallel": (SingleRank(), eager),
+    }
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    failures = []
+
+    def learners(config: Config) -> dict[str, Learner]:
+        made = {}
+        for name, (group, context) in ways.items():
+            with context:
+                made[name] = Trainer(config, corpus, group=group).learner
+        return made
+
+    for config in configs:
+        losses = {}
+        for name, learner in learners(config.with_values({"dtype": "float32"})).items():
+            steps = [run_step(learner, step, 0.1) for step in range(COMPARED_STEPS)]
+            losses[name] = torch.stack(steps)
+            learner.unwrap_ddp()
+        timed = learners(config)
+        times = dict.fromkeys(ways, math.inf)
+        for _ in range(ROUNDS):
+            for name, learner in timed.items():
+                step = partial(run_step, learner)
+                times[name] = min(times[name], milliseconds(step, learner.device, number))
+        for name, learner in timed.items():
+            learner.unwrap_ddp()
+            difference = float((losses[name] - losses["one process"]).abs().max())
+            ratio = times[name] / times["one process"]
+            value = f"{times[name]:8.3f} ms, {ratio:.3f} times, losses within {difference:.1e}"
+            if learner.capture_error is not None:
+                value += f", {learner.capture_error}"
+            size = f"{config.model.n_layer} x {config.model.n_embd}"
+            found.add("ranks", f"{size:8}, {name:33}", value)
+            is_slow = learner.captured_update is not None and ratio > 1.03
+            if difference > 1e-5 or is_slow or learner.capture_error is not None:
+                failures.append(f"{size}, {name}: {value}")
+    dist.destroy_process_group()
+    return failures
 
 
 def profile_step(config: Config, corpus: Corpus, found: Measurements) -> None:
@@ -187,7 +259,7 @@ def measure_epochs(config: Config, corpus: Corpus, found: Measurements) -> None:
 
 def main() -> None:
     """Run the chosen parts."""
-    parts = ("steps", "profile", "variants", "epochs")
+    parts = ("steps", "ranks", "profile", "variants", "epochs")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", type=Path)
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
@@ -203,12 +275,17 @@ def main() -> None:
     device, found = choose_device(base.device)[0], Measurements(arguments.json)
     if "steps" in arguments.parts:
         measure_steps(configs, corpus, arguments.steps, found)
+    failures = []
+    if "ranks" in arguments.parts:
+        failures = measure_ranks(configs, corpus, arguments.steps, found)
     if "profile" in arguments.parts:
         profile_step(configs[1], corpus, found)
     if "variants" in arguments.parts:
         measure_variants(device, arguments.steps, found)
     if "epochs" in arguments.parts:
         measure_epochs(configs[1], corpus, found)
+    if failures:
+        raise SystemExit("\n".join(["differs too much:", *failures]))
 
 
 if __name__ == "__main__":
