@@ -305,8 +305,8 @@ FORMATS = [
     (ZIP + b"[Content_Types].xml...word/document.xml", "a Word document", "pandoc"),
     (ZIP + b"chapter.txt", "a ZIP archive", "unzip"),
     (b"{\\rtf1\\ansi caf\\'e9}", "an RTF document", "pandoc"),
-    (b"chapter.txt".ljust(257, b"\0") + b"ustar\0", "a tar archive", "tar -xf"),
-    (gzip.compress(b"chapter.txt".ljust(257, b"\0") + b"ustar\0"), "a tar archive", "tar -xf"),
+    (b"chapter.txt".ljust(257, b"\0") + b"ustar\00000", "a tar archive", "tar -xf"),
+    (gzip.compress(b"chapter.txt".ljust(257, b"\0") + b"ustar\00000"), "a tar archive", "tar -xf"),
     (bz2.compress(b"text"), "a bzip2 file", "bunzip2"),
     (lzma.compress(b"text"), "an xz file", "unxz"),
     (b"\x89PNG\r\n\x1a\n", "an image", "tesseract"),
@@ -328,6 +328,11 @@ def test_a_file_of_another_format_is_named_with_the_tool_that_makes_text_of_it(
     assert f"files not read: 1, such as a.doc, which is {kind}; make text" in "".join(notes)
     load(path, encoding="latin-1")
     assert any(each.startswith(f"a.doc is {kind}; make text of it with ") for each in notes)
+
+
+def test_mustard_is_no_tar_archive(write: Write) -> None:
+    text = "mustard".rjust(263, "=")
+    assert text_of(load(write(text))) == text
 
 
 @pytest.mark.parametrize(
@@ -651,6 +656,7 @@ def test_progress_reaches_the_size_of_the_files_in_both_passes(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(source, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr("chargpt.text.prepare.CHUNK_BYTES", 1000)
     folder = write("ab" * 1500, "a.txt").parent
     write("cd" * 1000, "b.txt")
     reports: list[tuple[str, int, int]] = []

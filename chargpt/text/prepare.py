@@ -20,7 +20,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import groupby, pairwise
@@ -203,7 +203,13 @@ def prepare(
                     "the validation split is the end of the last files; -s text.documents=files "
                     "shuffles the files and splits between them"
                 )
-            return _encode(parts, settings, folder, on_progress)
+            segments = [
+                segment
+                for split, part in parts.items()
+                for segment in split_source(part, split, settings)
+            ]
+            runner = _runner(parts, segments, settings, folder, on_progress)
+            return _encode(parts, segments, settings, folder, stack.enter_context(runner))
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise TextError(
@@ -214,13 +220,12 @@ def prepare(
 
 def _encode(
     parts: Mapping[str, Source],
+    segments: Sequence[Segment],
     settings: TextConfig,
     folder: Path,
-    on_progress: TextProgress | None,
+    run_pass: RunPass,
 ) -> Corpus:
-    """Read the text and its held-out parts in both passes and write the files; see `prepare`."""
-    segments = [each for split in parts for each in split_source(parts[split], split, settings)]
-    run_pass = _runner(parts, segments, settings, folder, on_progress)
+    """Read the segments of all parts in both passes and write the files; see `prepare`."""
     counted = [Counted(*each) for each in run_pass("reading", [[]] * len(segments))]
     counts = {split: np.zeros(N_CODE_POINTS, np.int64) for split in parts}
     for segment, each in zip(segments, counted, strict=True):
@@ -276,14 +281,15 @@ def _encode(
     return _open(folder, settings, tokenizer, meta)
 
 
+@contextmanager
 def _runner(
     parts: Mapping[str, Source],
     segments: Sequence[Segment],
     settings: TextConfig,
     folder: Path,
     on_progress: TextProgress | None,
-) -> RunPass:
-    """Return what runs a pass over all segments: in this process or, of a long text, in several.
+) -> Iterator[RunPass]:
+    """Yield what runs a pass over all segments: in this process or, of a long text, in several.
 
     It is called with the name of the pass and the further arguments of its function for each
     segment, and returns the results.
@@ -315,7 +321,8 @@ def _runner(
             n_read += results[-1].n_stored
         return results
 
-    return run_pass
+    with workers or nullcontext():
+        yield run_pass
 
 
 def delete_text_files(folder: Path) -> None:
@@ -346,7 +353,7 @@ def count_segment(
         if content:
             hashes[path].update(content)
 
-    for text in text_pieces(segment, settings, places, hash_chunk):
+    for text in _merged(text_pieces(segment, settings, places, hash_chunk)):
         if text.isascii():
             counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
         else:
@@ -394,7 +401,7 @@ def encode_segment(
     path, at, until = areas[0]
     with open(path, "r+b") as file:
         file.seek(at)
-        for text in text_pieces(segment, settings, places):
+        for text in _merged(text_pieces(segment, settings, places)):
             content = tokenizer.encode(text, "replace").view(np.uint8).data
             checksums[0] = zlib.crc32(content, checksums[0])
             file.write(content)
@@ -410,6 +417,19 @@ def encode_segment(
     if has_changed:
         raise TextError(CHANGED.format(segment.stretches[-1].path))
     yield Encoded(places.n_stored, checksums)
+
+
+def _merged(pieces: Iterator[str]) -> Iterator[str]:
+    """Yield a text in longer pieces: short ones, as of small files, cost more than their text."""
+    short, size = list[str](), 0
+    for piece in pieces:
+        short.append(piece)
+        size += len(piece)
+        if size >= CHUNK_BYTES // 2:
+            yield "".join(short)
+            short, size = [], 0
+    if size:
+        yield "".join(short)
 
 
 def _stored_crc32(path: Path, begin: int, end: int) -> int:

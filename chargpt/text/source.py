@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import chain, pairwise, repeat, takewhile
 from pathlib import Path
 from typing import IO, NamedTuple, cast
@@ -60,7 +61,7 @@ NOT_TEXT = (  # how files begin, what they are, and what makes text of them
     (rb"\{\\rtf", "an RTF document", "pandoc -t plain"),
     (rb"\xd0\xcf\x11\xe0", "an old Office document", "soffice --convert-to txt"),
     (rb".{60}BOOKMOBI", "a Kindle book", "ebook-convert"),
-    (rb".{257}ustar", "a tar archive", "tar -xf"),
+    (rb".{257}ustar[\0 ][ 0]", "a tar archive", "tar -xf"),
     (rb"BZh[1-9]1AY&SY", "a bzip2 file", "bunzip2"),
     (rb"\xfd7zXZ\0", "an xz file", "unxz"),
     (rb"\x28\xb5\x2f\xfd", "a Zstandard file", "unzstd"),
@@ -71,6 +72,7 @@ NOT_TEXT = (  # how files begin, what they are, and what makes text of them
     (rb"PAR1", "a Parquet table", "duckdb"),
     (rb"\x80[\x02-\x05]", "a Python pickle", "the program that wrote it"),
 )
+ANY_NOT_TEXT = re.compile(b"|".join(begin for begin, *_ in NOT_TEXT), re.DOTALL)
 MARKUP = re.compile(
     r"\ufeff?\s*(<!--.*?-->\s*)*<(!doctype|\?xml|html|head|body|p|div|svg)\b",
     re.IGNORECASE | re.DOTALL,
@@ -376,13 +378,18 @@ def _selected(
     """
 
     def is_excluded(path: Path) -> bool:
+        if not settings.exclude:
+            return False
         inside = path.relative_to(root.absolute())
         names = {path.name, *(each.as_posix() for each in (inside, *inside.parents))}
         return any(fnmatchcase(name, each) for each in settings.exclude for name in names)
 
+    @cache
+    def natural(part: str) -> list[str | int]:
+        return [int(each) if each.isdecimal() else each for each in re.split(r"(\d+)", part)]
+
     def order(path: Path) -> tuple[list[list[str | int]], str]:
-        parts = (re.split(r"(\d+)", part) for part in path.parts)
-        return [[int(n) if n.isdecimal() else n for n in part] for part in parts], str(path)
+        return [*map(natural, path.parts)], str(path)
 
     files = sorted((path for path in paths if not is_excluded(path)), key=order)
     if not files:
@@ -468,7 +475,7 @@ def problem_of(head: bytes) -> str:
     """
     if head.startswith(tuple(mark for mark, _ in BOMS)):
         return ""
-    for begin, kind, tool in NOT_TEXT:
+    for begin, kind, tool in NOT_TEXT if ANY_NOT_TEXT.match(head) else ():
         if re.match(begin, head, re.DOTALL):
             return f"is {kind}; make text of it with `{tool}`, and name that"
     n_control, n_nul = len(head) - len(head.translate(None, CONTROL)), head.count(0)

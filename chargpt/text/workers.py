@@ -13,10 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 from chargpt.config import TextConfig
 from chargpt.errors import OperationError, TextError
@@ -31,6 +31,7 @@ from chargpt.text.source import Segment, Stretch
 
 MAX_PROCESSES = 16  # more wait for the disk
 PROGRESS_SECONDS = 0.1
+Process = subprocess.Popen[str]
 READ_SETTINGS = {"encoding", "encoding_errors", "newlines", "documents"}  # for `text_pieces`
 
 
@@ -56,6 +57,29 @@ class Workers:
             delete_text_files(folder)
         known = [json.dumps([*each, result]) for each, result in self.known.items()]
         self.journal.write_text("\n".join([key, *known, ""]), encoding="ascii")
+        self.processes = list[Process]()
+
+    def __enter__(self) -> Self:
+        """Start the processes, one for each core."""
+        program = (
+            f"import sys; sys.path = {sys.path}; from chargpt.text.workers import serve; serve()"
+        )
+        pipe = subprocess.PIPE
+        for _ in range(min(os.cpu_count() or 1, MAX_PROCESSES)):
+            words = [sys.executable, "-c", program]
+            process = subprocess.Popen(words, stdin=pipe, stdout=pipe, encoding="ascii")
+            self.processes.append(process)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Kill the processes, whatever they do."""
+        for process in self.processes:
+            process.kill()
+            for each in (process.stdin, process.stdout):
+                assert each is not None
+                with suppress(BrokenPipeError):
+                    each.close()
+            process.wait()
 
     def run(
         self,
@@ -77,7 +101,9 @@ class Workers:
         """
         fields = settings.model_dump(mode="json", include=READ_SETTINGS)
         n_read, results = [0] * len(segments), list[list[Any]]()
-        idle = SimpleQueue["subprocess.Popen[str]"]()
+        idle = SimpleQueue[Process]()
+        for process in self.processes:
+            idle.put(process)
 
         def call(number: int) -> list[Any]:
             known = self.known.get((stage, number))
@@ -102,49 +128,25 @@ class Workers:
                 "what is prepared is kept"
             )
 
-        with ExitStack() as stack:
-            n_processes = min(os.cpu_count() or 1, MAX_PROCESSES)
-            processes = [_start() for _ in range(n_processes)]
-            for process in processes:
-                stack.callback(_close, process)
-            pool = stack.enter_context(ThreadPoolExecutor(n_processes))
-            for process in processes:
-                stack.callback(process.kill)
-                idle.put(process)
-            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+        with ThreadPoolExecutor(len(self.processes)) as pool:
             futures = [pool.submit(call, number) for number in range(len(segments))]
-            for number, future in enumerate(futures):
-                while not future.done():
-                    with suppress(TimeoutError):
-                        future.exception(PROGRESS_SECONDS)
-                    report(sum(n_read))
-                result = future.result()
-                n_read[number] = result[0]
-                if result != self.known.get((stage, number)):
-                    with open(self.journal, "a", encoding="ascii") as file:
-                        file.write(json.dumps([stage, number, result]) + "\n")
-                results.append(result)
+            try:
+                for number, future in enumerate(futures):
+                    while not future.done():
+                        with suppress(TimeoutError):
+                            future.exception(PROGRESS_SECONDS)
+                        report(sum(n_read))
+                    results.append(future.result())
+                    n_read[number] = results[-1][0]
+                    if results[-1] != self.known.get((stage, number)):
+                        with open(self.journal, "a", encoding="ascii") as file:
+                            file.write(json.dumps([stage, number, results[-1]]) + "\n")
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in self.processes:  # so that the threads that read their answers end
+                    process.kill()
+                raise
         return results
-
-
-def _start() -> "subprocess.Popen[str]":
-    path = f"sys.path = {sys.path}"
-    program = f"import sys; {path}; from chargpt.text.workers import serve; serve()"
-    return subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        encoding="ascii",
-    )
-
-
-def _close(process: "subprocess.Popen[str]") -> None:
-    """Release a process that has been killed."""
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with suppress(BrokenPipeError):
-            pipe.close()
-    process.wait()
 
 
 def _result(answer: Any) -> list[Any]:
