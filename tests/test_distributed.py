@@ -158,11 +158,14 @@ def test_a_host_without_the_text_and_the_run_gets_them_from_rank_0(
     temporary = tmp_path / "temporary"
     for folder in (tmp_path / "0", tmp_path / "1", temporary):
         folder.mkdir()
-    (tmp_path / "0" / "text.txt").write_bytes(verse.read_bytes())
+    (tmp_path / "0" / "data").mkdir()
+    for name in ("text.txt", "data/tinyshakespeare.txt"):
+        (tmp_path / "0" / name).write_bytes(verse.read_bytes())
     (tmp_path / "apart.py").write_text(APART)
     monkeypatch.setenv("TMPDIR", str(temporary))
     more = ("train", "--resume", "run", "-s", "train.max_steps=12")
-    for words in (("train", "text.txt", *SETTINGS, "--out", "run"), more):
+    tuned = ("train", "tinyshakespeare", *SETTINGS, "--from", "run", "--out", "tuned")
+    for words in (("train", "text.txt", *SETTINGS, "--out", "run"), more, tuned):
         done = torchrun(*words, cwd=tmp_path, program=("apart.py",))
         assert done.returncode == 0, done.stderr
     alone = tmp_path / "alone"

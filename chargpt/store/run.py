@@ -3,7 +3,7 @@
 import hashlib
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from chargpt.device import choose_device, configure, tune_threads
 from chargpt.errors import RunError, TextError, UnreadableError, most_similar
 from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
-from chargpt.store.checkpoint import RunState, last_saved, list_checkpoints
+from chargpt.store.checkpoint import Checkpoint, RunState, last_saved, list_checkpoints
 from chargpt.store.folder import CHECKPOINTS, RunFolder, is_readable_run, is_run
 from chargpt.store.metrics import VALIDATION
 from chargpt.store.tensors import load_weights, serialize
@@ -177,6 +177,11 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     folder = open_run(path)
     with collected_notes() as notes:
         saved = folder.load(checkpoint, optimizer=False)
+    return replace(run_of(saved, device), folder=folder.path, notes=tuple(notes))
+
+
+def run_of(saved: Checkpoint, device: str = "auto") -> Run:
+    """Return the trained model of a checkpoint, or raise DeviceError."""
     target, _ = choose_device(device)
     configure(target)
     if target.type == "cpu":
@@ -185,12 +190,11 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     model.first_continuation_id = saved.tokenizer.first_continuation_id
     load_weights(model, saved.model, saved.folder)
     return Run(
-        folder=folder.path,
+        folder=saved.folder.parent.parent,
         config=saved.config,
         tokenizer=saved.tokenizer,
         model=model.to(target).eval(),
         step=saved.state.step,
         state=saved.state,
-        notes=tuple(notes),
         checkpoint=saved.folder.name,
     )

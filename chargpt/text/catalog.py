@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chargpt.config import Config, merge_settings
+from chargpt.distributed import is_main_rank
 from chargpt.errors import DownloadError, MissingTextError, TextError
 from chargpt.text import TextProgress
 
@@ -138,7 +139,7 @@ def resolve_settings(
     if path in CATALOG and not os.path.exists(path):
         defaults, fetched = CATALOG[path].settings, DATA / f"{path}.txt"
         value = None if path == BUILT_IN else str(fetched.absolute())
-        if value and not fetched.is_file():
+        if value and is_main_rank() and not fetched.is_file():  # other ranks read no text
             raise TextError(f"{path} is not in {DATA} yet; fetch it with `chargpt data get {path}`")
     return merge_settings(config, {"text.path": value, **settings}, defaults)
 

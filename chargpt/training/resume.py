@@ -19,13 +19,20 @@ from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
 from chargpt.store.checkpoint import Checkpoint, name_of
 from chargpt.store.folder import RunFolder
-from chargpt.store.run import load_run, newest_run, open_run
+from chargpt.store.run import newest_run, open_run
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
 from chargpt.text.source import STDIN, find_text
 from chargpt.training.budget import expected_seconds, plan_more_steps
 from chargpt.training.optim import decay_start, lr_factor_at
-from chargpt.training.start import Request, Session, StartMode, deadline_of, on_all_ranks
+from chargpt.training.start import (
+    Request,
+    Session,
+    StartMode,
+    deadline_of,
+    on_all_ranks,
+    shared_run,
+)
 from chargpt.training.trainer import Trainer
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
@@ -90,7 +97,7 @@ def continue_run(
     """
     base_run = None
     if config.optim.l2_sp and config.train.from_run is not None:
-        base_run = load_run(Path(config.train.from_run), device="cpu")
+        base_run = shared_run(group, config.train.from_run)
     ngram = None if baselines is None else baselines.ngram
     trainer = Trainer(
         config, corpus, folder=folder, saved=saved, group=group, ngram=ngram, base_run=base_run

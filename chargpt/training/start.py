@@ -30,7 +30,7 @@ from chargpt.files import exists, quoted
 from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
 from chargpt.store.folder import RunFolder, has_checkpoint
-from chargpt.store.run import Run, load_run
+from chargpt.store.run import Run, load_run, open_run, run_of
 from chargpt.text import TextProgress
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.corpus import Corpus
@@ -302,8 +302,8 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
             raise
         cause = str(error).splitlines()[0].split("] ")[-1].split(". ")[0]
         raise OperationError(
-            f"another rank has failed ({cause:.100}); continue from the last checkpoint with "
-            "--resume, with any number of processes"
+            f"another rank has failed ({cause:.100}); start the command again, with "
+            "--resume if the run has a checkpoint, and any number of processes"
         ) from None
     destroy_process_group()
 
@@ -331,7 +331,7 @@ def new_run(
     if config.train.from_run is not None:
         from chargpt.training import finetune  # most runs do not need it
 
-        base_run = load_run(Path(config.train.from_run), device="cpu")
+        base_run = shared_run(group, config.train.from_run)
         config = finetune.config_from_base_run(base_run, config, fixed_keys)
     config = with_measured_threads(config)
     # rank 0 alone reads the text
@@ -362,6 +362,13 @@ def new_run(
             group=group,
             replaces=replaces,
         )
+
+
+def shared_run(group: RankGroup, path: str) -> Run:
+    """Return a run on the CPU; on other ranks than 0, which may not see it, what that has read."""
+    if group.world_size == 1:
+        return load_run(path, device="cpu")
+    return run_of(on_all_ranks(group, lambda: open_run(path).load("best")), device="cpu")
 
 
 def start_run(
