@@ -1,5 +1,6 @@
 """Long texts: read in segments, by several processes, and prepared further after a kill."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -32,6 +33,17 @@ from chargpt.text.prepare import prepare
 source.CHUNK_BYTES, source.SEGMENT_BYTES = 1000, 4000
 settings = TextConfig(path="texts", documents=sys.argv[1] or None)
 prepare(source.find_text(settings), settings, Path("text"))
+"""
+
+
+# `chargpt train texts`, with segments of 4 kB
+TRAIN = """
+import sys
+from chargpt.text import source
+source.CHUNK_BYTES, source.SEGMENT_BYTES = 1000, 4000
+sys.argv = "chargpt train texts -c bigram -s train.max_steps=3 -s model.block_size=16".split()
+from chargpt.cli.main import run
+run()
 """
 
 
@@ -123,6 +135,21 @@ def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(
     read = read_prepared(folder, whole.settings, whole.tokenizer)
     assert read.tokens.tobytes() == whole.tokens.tobytes()
     assert read.files == tuple(file._replace(path=file.path) for file in whole.files)
+
+
+def test_a_start_that_was_killed_is_continued_by_the_same_command(
+    texts: Path, tmp_path: Path
+) -> None:
+    run, command = tmp_path / "runs" / "texts-bigram", [sys.executable, "-c", TRAIN]
+    journal = run / ".new" / "text" / JOURNAL
+    with subprocess.Popen(command, cwd=tmp_path) as process:
+        while not journal.exists() or journal.read_bytes().count(b"\n") < 5:
+            time.sleep(0.001)
+        process.kill()
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert os.listdir(run.parent) == [run.name]
+    assert sorted(os.listdir(run / "text")) == ["meta.json", "tokens.bin"]
+    assert not (run / ".new").exists()
 
 
 def test_a_journal_of_another_text_is_not_used(texts: Path, tmp_path: Path) -> None:

@@ -465,6 +465,25 @@ def is_readable_run(path: Path) -> bool:
         return False
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether a process is training into a run's folder, as far as its lock says."""
+    if not (path / LOCK).exists():
+        return False
+    try:
+        with FileLock(path / LOCK, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except (OSError, NotImplementedError):  # no permission, or no locks
+        return False
+
+
+def is_abandoned(path: Path) -> bool:
+    """Return whether a folder holds only what a start that was killed has left."""
+    names = {*entry_names(path)}
+    return NEW in names and names <= {NEW, LOCK} and not is_locked(path)
+
+
 def has_checkpoint(path: Path) -> bool:
     """Return whether a run has saved a checkpoint, intact or damaged."""
     checkpoints = path / CHECKPOINTS

@@ -29,7 +29,7 @@ from chargpt.errors import ConfigError, OperationError, RunError, Stopped, Unsav
 from chargpt.files import exists, quoted
 from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
-from chargpt.store.folder import RunFolder, has_checkpoint
+from chargpt.store.folder import RunFolder, has_checkpoint, is_abandoned
 from chargpt.store.run import Run, load_run, open_run, run_of
 from chargpt.text import TextProgress
 from chargpt.text.catalog import resolve_settings
@@ -415,7 +415,8 @@ def slug(name: str) -> str:
 def output_folder(out: Path | None, name: str) -> Iterator[Path]:
     """Return OUT, or else create runs/NAME, or runs/NAME-N with the first free number.
 
-    A folder that stays empty is deleted. Other ranks than 0 create nothing.
+    The folder of a start that was killed is free: the new one goes on with its text. A folder that
+    stays empty is deleted. Other ranks than 0 create nothing.
 
     Raises:
         RunError: it cannot be created.
@@ -430,6 +431,8 @@ def output_folder(out: Path | None, name: str) -> Iterator[Path]:
             path.mkdir(parents=True)
             break
         except OSError as error:
+            if isinstance(error, FileExistsError) and is_abandoned(path):
+                break
             if not (isinstance(error, FileExistsError) and path.exists()):
                 raise RunError(
                     f"{path} cannot be created ({error.strerror}); name another folder with --out"
