@@ -1,24 +1,35 @@
 """Measure the time and memory to prepare a long text, and the time to read a prepared one.
 
-    python scripts/bench/bench_text.py SEED_TEXT [--gigabytes 1] [--json benchmarks/text.json]
+    python scripts/bench/bench_text.py SEED_TEXT [--gigabytes 1] [--files N] [--kills N]
+        [--json benchmarks/text.json]
 
 Repeats SEED_TEXT with a counter in each repetition, then, in each of three new processes, prepares
-it as the text of a run and reads the prepared text with its checksums, as resuming does.
+it as the text of a run and reads the prepared text with its checksums. In turn with these, `cat`
+copies the text and syncs the copy to disk, which is the least that preparing does. The memory is
+that of all processes that prepare it, at most (PSS).
+
+With --files the text is so many files of 10 kB. With --kills it is also prepared by processes that
+are killed at random times (SIGKILL), N in all, until one is left to finish: the files are the same.
 
 Also measures the throughput of `CharTokenizer.encode` on one thread, for ASCII, Cyrillic and
 code points above U+FFFF, and that of nanoGPT's dict look-up per character.
 """
 
 import argparse
+import hashlib
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import numpy as np
 from record import provenance, write_record
@@ -26,23 +37,18 @@ from record import provenance, write_record
 from chargpt.text.tokenizer import CharTokenizer
 
 PROBE = """
-import json, resource, sys, tempfile, time
+import json, sys, time
 from pathlib import Path
 from chargpt.config import TextConfig
 from chargpt.text.prepare import prepare, read_prepared
 from chargpt.text.source import find_text
-settings = TextConfig(path=sys.argv[1])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with tempfile.TemporaryDirectory() as folder:
-    start = time.perf_counter()
-    corpus = prepare(find_text(settings), settings, Path(folder))
-    prepared = time.perf_counter()
-    # pages of a memory map count as resident, so the peak is read before the tokens are used
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    read_prepared(Path(folder), settings, corpus.tokenizer)
-    read = time.perf_counter()
-print(json.dumps({"prepare": prepared - start, "read": read - prepared,
-                  "growth_mb": (after - before) / 1000}))
+settings, folder = TextConfig(path=sys.argv[1]), Path(sys.argv[2])
+start = time.perf_counter()
+corpus = prepare(find_text(settings), settings, folder)
+prepared = time.perf_counter()
+read_prepared(folder, settings, corpus.tokenizer)
+read = time.perf_counter()
+print(json.dumps({"prepare": prepared - start, "read": read - prepared}))
 """
 
 
@@ -56,12 +62,78 @@ def make_text(seed: Path, target: Path, size: int) -> None:
             number += 1
 
 
-def probe(text: Path) -> dict[str, float]:
+def make_files(seed: Path, folder: Path, number: int) -> None:
+    """Write files of 10 kB, a thousand to a folder."""
+    content = seed.read_bytes()
+    for index in range(number):
+        path = folder / f"{index // 1000}" / f"{index}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        start = index * 7919 % (len(content) - 10_000)
+        path.write_bytes(content[start : start + 10_000])
+
+
+def start_probe(text: Path, folder: Path) -> "subprocess.Popen[str]":
+    """Start a process that prepares the text in a folder and reads it again."""
+    words = [sys.executable, "-c", PROBE, str(text), str(folder)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def probe(text: Path, folder: Path) -> dict[str, float]:
     """Prepare the text in a new process, read it again, and return the measurements."""
-    words = [sys.executable, "-c", PROBE, str(text)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    result: dict[str, float] = json.loads(done.stdout)
-    return result
+    process, peak = start_probe(text, folder), 0.0
+    while process.poll() is None:
+        peak = max(peak, memory_mb(process.pid))
+        time.sleep(0.2)
+    assert process.stdout is not None
+    result: dict[str, float] = json.loads(process.stdout.read())
+    # pages of the map of the prepared text, which is read at the end, are not counted
+    return {**result, "memory_mb": peak}
+
+
+def memory_mb(pid: int) -> float:
+    """Return the memory of a process and its children, without pages of mapped files."""
+    total = 0
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    with suppress(OSError):
+        for each in (pid, *children.read_text().split()):
+            lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
+            fields = {line.split(":")[0]: line.split()[1] for line in lines[1:]}
+            total += int(fields["Pss"]) - int(fields.get("Pss_File", 0))
+    return total / 1000
+
+
+def copy_seconds(text: Path, target: Path) -> float:
+    """Return the seconds in which `cat` copies files and syncs the copy to disk."""
+    start = time.perf_counter()
+    find = ["find", str(text), "-type", "f", "-exec", "cat", "{}", "+"]
+    with open(target, "wb") as file:
+        subprocess.run(find, stdout=file, check=True)
+        os.fsync(file.fileno())
+    target.unlink()
+    return time.perf_counter() - start
+
+
+def prepare_with_kills(text: Path, folder: Path, kills: int, seconds: float) -> None:
+    """Prepare the text, killed `kills` times after up to a third of the `seconds` that it takes."""
+    random = Random(1)
+    for _ in range(kills):
+        process = start_probe(text, folder)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(random.uniform(1, max(2, seconds / 3)))
+        process.kill()
+        process.wait()
+        assert not (folder / "meta.json").exists(), "it was prepared before it was killed"
+    assert start_probe(text, folder).wait() == 0
+
+
+def digest(folder: Path) -> str:
+    """Return the SHA-256 of the files of a prepared text."""
+    found = hashlib.sha256()
+    for name in ("tokens.bin", "meta.json"):
+        with open(folder / name, "rb") as file:
+            while chunk := file.read(1 << 20):
+                found.update(chunk)
+    return found.hexdigest()
 
 
 def encoding_speeds(seed: str) -> dict[str, float]:
@@ -97,21 +169,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=Path)
     parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--files", type=int)
+    parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder, "long.txt")
-        make_text(arguments.seed, text, int(arguments.gigabytes * 1e9))
-        size = text.stat().st_size
-        runs = [probe(text) for _ in range(3)]
-    seconds = statistics.median(run["prepare"] for run in runs)
+    with tempfile.TemporaryDirectory() as temporary:
+        text, folder = Path(temporary, "long.txt"), Path(temporary, "prepared")
+        if arguments.files:
+            text = text.with_suffix("")
+            make_files(arguments.seed, text, arguments.files)
+        else:
+            make_text(arguments.seed, text, int(arguments.gigabytes * 1e9))
+        size = sum(path.stat().st_size for path in [text, *text.rglob("*")] if path.is_file())
+        runs, copies = [], []
+        for _ in range(3):
+            shutil.rmtree(folder, ignore_errors=True)
+            runs.append(probe(text, folder))
+            print(runs[-1])
+            copies.append(round(copy_seconds(text, Path(temporary, "copy")), 2))
+        seconds = statistics.median(run["prepare"] for run in runs)
+        killed = {}
+        if arguments.kills:
+            expected = digest(folder)
+            shutil.rmtree(folder)
+            prepare_with_kills(text, folder, arguments.kills, seconds)
+            killed = {"kills": arguments.kills, "same_files": digest(folder) == expected}
     result = {
         **provenance(),
         "text_bytes": size,
+        "files": arguments.files or 1,
         "prepare_mb_per_second": round(size / 1e6 / seconds, 1),
         "prepare_seconds": [round(run["prepare"], 2) for run in runs],
-        "memory_growth_mb": round(max(run["growth_mb"] for run in runs), 1),
+        "copy_seconds": copies,
+        "memory_mb": round(max(run["memory_mb"] for run in runs), 1),
         "read_seconds": [round(run["read"], 3) for run in runs],
+        **killed,
         "encode_gigacharacters_per_second": encoding_speeds(arguments.seed.read_text("utf-8")),
     }
     write_record(result, arguments.json)

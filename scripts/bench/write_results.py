@@ -67,7 +67,7 @@ def summary() -> list[str]:
     coded = record("compress")["runs"][0]
     lines += [
         f"| prepare a text of {text['text_bytes'] / 1e9:.0f} GB "
-        f"| {text['cold_mb_per_second']:.0f} MB/s, {text['memory_growth_mb']:.0f} MB of memory | |",
+        f"| {text['prepare_mb_per_second']:.0f} MB/s, {text['memory_mb']:.0f} MB of memory | |",
         "| compress the validation split, `--adaptive` "
         f"| {coded['ours']['adaptive']['bytes']:,} bytes | after the training split: "
         f"`zpaq -m5` {coded['others']['zpaq -m5']['bytes']:,}, `xz -9` {coded['others']['xz']:,} |",
@@ -204,11 +204,18 @@ def sampling(found: dict[str, Any]) -> list[str]:
 
 def preparing(found: dict[str, Any]) -> list[str]:
     """Return the lines on preparing and encoding texts."""
+    files = f" in {found['files']:,} files" if found["files"] > 1 else ""
+    copies = [f"{found['text_bytes'] / 1e6 / each:.0f}" for each in found["copy_seconds"]]
+    killed = ""
+    if found.get("same_files"):
+        killed = f" Killed {found['kills']} times on the way, it ends with the same files."
     return [
-        f"A text of {found['text_bytes'] / 1e9:.1f} GB is prepared at "
-        f"{found['cold_mb_per_second']:.0f} MB/s with {found['memory_growth_mb']:.0f} MB of memory "
-        f"({found['date']}); opening it again takes {max(found['warm_seconds']):.3f} s. "
-        "Encoding in memory, on one thread: "
+        f"A text of {found['text_bytes'] / 1e9:.1f} GB{files} is prepared at "
+        f"{found['prepare_mb_per_second']:.0f} MB/s ({', '.join(copies)} MB/s: `cat` to a file and "
+        f"fsync, in turn) with {found['memory_mb']:.0f} MB of memory of all processes "
+        f"({found['date']}); reading it again with its checksums takes "
+        f"{statistics.median(found['read_seconds']):.1f} s.{killed} Encoding in memory, on one "
+        "thread: "
         + ", ".join(
             f"{speed:.2f} ({name})"
             for name, speed in found["encode_gigacharacters_per_second"].items()
@@ -456,7 +463,7 @@ def benchmarks() -> str:
         sampling(record("sample")),
         sampling(record("sample-llama")),
         ["### Preparing a text"],
-        preparing(record("text")),
+        *map(preparing, map(record, ("text", "text-10gb", "text-files"))),
         ["### Mixture"],
         mixture(record("mixture-10s"), record("mixture-80s"), record("mixture-3m")),
         ["### Open vocabulary"],
