@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import chargpt
@@ -66,11 +66,16 @@ def prepared(path: Path, folder: Path, **values: object) -> Corpus:
 
 
 @given(
-    files=st.lists(st.text("ab \n\r-é中", max_size=60).map(str.encode), min_size=1, max_size=4),
-    documents=st.sampled_from([None, "lines", "files", "\n\n", "--", "-a", "é", "%\n"]),
+    files=st.lists(
+        st.text("ab \n\r-é中\u2028", max_size=60).map(str.encode), min_size=1, max_size=4
+    ),
+    documents=st.sampled_from([None, "lines", "files", "\n\n", "--", "-a", "é", "%\n", "  "]),
     newlines=st.sampled_from(["keep", "lf"]),
     segment_bytes=st.integers(1, 40),
 )
+@example([b"ab   cd   ef"], "  ", "keep", 3)
+@example([b"ab\n \n \ncd\n \n \nef"], "\n \n", "keep", 3)
+@example(["ab\u2028cd\u2028ef".encode()], "\u2028", "lf", 3)
 def test_the_segments_of_a_text_in_a_row_are_the_text(
     files: list[bytes], documents: str | None, newlines: str, segment_bytes: int
 ) -> None:
@@ -119,11 +124,13 @@ def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(
     folder = tmp_path / "text"
     journal, tokens = folder / JOURNAL, folder / (UNSHUFFLED[0] if documents else "tokens.bin")
     for n_lines in (5, 15, 30):  # of the journal; 21 are of the first pass
-        with subprocess.Popen(command, cwd=tmp_path) as process:
+        with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE) as process:
             while process.poll() is None:
                 if journal.exists() and journal.read_bytes().count(b"\n") >= n_lines:
                     process.kill()
                 time.sleep(0.001)
+            assert process.stderr is not None
+            assert b"Traceback" not in process.stderr.read()  # until all its processes end
         assert process.returncode == -signal.SIGKILL
     results = journal.read_bytes()
     journal.write_bytes(results + b'["encoding", 3')  # cut by a kill
@@ -160,6 +167,32 @@ def test_a_journal_of_another_text_is_not_used(texts: Path, tmp_path: Path) -> N
     assert "other" in again.tokenizer.decode(again.tokens)
 
 
+def test_damaged_entries_of_a_journal_are_not_used(texts: Path, tmp_path: Path) -> None:
+    whole = prepared(texts, tmp_path / "text")
+    journal = tmp_path / "text" / JOURNAL
+    key, *lines = journal.read_text("ascii").split("\n")
+    for damage in ("[" * 100_000, "5", '["reading", 0, "abcdefg"]', "[[], 0, []]", "\0"):
+        lines[3] = damage
+        journal.write_text("\n".join([key, *(each.replace("1", "2") for each in lines)]), "ascii")
+        again = prepared(texts, tmp_path / "text")
+        assert again.tokens.tobytes() == whole.tokens.tobytes()
+        assert (again.key, again.files, again.tokenizer) == (
+            whole.key,
+            whole.files,
+            whole.tokenizer,
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("executable", None), ("executable", ""), ("path", [*sys.path, Path("x")])]
+)
+def test_any_program_can_prepare_a_long_text(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    monkeypatch.setattr(sys, name, value)
+    assert prepared(texts, tmp_path / "text").n_characters > len(LINES)
+
+
 def test_an_error_in_a_process_is_that_of_one(texts: Path, tmp_path: Path) -> None:
     content = bytearray(LINES.encode())
     for offset in (90_000, 50_000):
@@ -176,18 +209,21 @@ def test_a_process_that_is_killed_is_reported(
 
     def start_and_kill(self: workers.Workers) -> workers.Workers:
         for process in start(self).processes:
+            assert os.getpgid(process.pid) != os.getpgrp()  # Ctrl-C does not reach it
             process.kill()
         return self
 
     monkeypatch.setattr(workers.Workers, "__enter__", start_and_kill)
-    with pytest.raises(OperationError, match="was killed, perhaps for want of memory"):
+    with pytest.raises(OperationError, match="for want of memory; close other programs and start"):
         prepared(texts, tmp_path / "text")
 
 
+@pytest.mark.parametrize("n_more", [0, 700])  # characters: a token has two bytes
 @pytest.mark.parametrize("byte", [b"\0", b"\xff"])  # in the vocabulary or not
 def test_a_long_text_that_is_damaged_ends_a_resumed_run_before_anything_is_saved(
-    texts: Path, tmp_path: Path, byte: bytes
+    texts: Path, tmp_path: Path, byte: bytes, n_more: int
 ) -> None:
+    (texts / "2.txt").write_text("".join(map(chr, range(0x4E00, 0x4E00 + n_more))), "utf-8")
     quick = {"train.max_steps": 5, "train.save_every": 5, "model.block_size": 16}
     run, more = tmp_path / "run", {"train.max_steps": 10}
     chargpt.train(texts, config="bigram", settings=quick, out=run)

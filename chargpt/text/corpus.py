@@ -107,7 +107,7 @@ class Corpus:
         """Raise RunError instead of an error in the block if a file is damaged."""
         try:
             yield
-        except (IndexError, RuntimeError):  # as of ids that the vocabulary lacks
+        except (IndexError, RuntimeError, ValueError):  # as of ids that the vocabulary lacks
             self.require_intact()
             raise
 

@@ -15,6 +15,7 @@ order of the documents.
 import hashlib
 import json
 import os
+import sys
 import tempfile
 import zlib
 from collections import defaultdict
@@ -29,7 +30,7 @@ from threading import Thread
 from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, NonNegativeInt
 
 from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError
@@ -138,10 +139,10 @@ class _Meta(BaseModel, strict=True, extra="forbid", title=META):
 
     name: str
     key: str
-    rare_count: Annotated[int, Field(ge=0)]
+    rare_count: NonNegativeInt
     tokenizer_sha256: str
     # size and CRC-32 of the consecutive parts of the other files, by name
-    checksums: dict[str, Annotated[list[tuple[int, int]], BeforeValidator(_as_parts)]]
+    checksums: dict[str, Annotated[list[tuple[NonNegativeInt, int]], BeforeValidator(_as_parts)]]
     files: list[TextFile]
     held_out: dict[str, HeldOut] = {}
     format: Literal["chargpt-text"] = "chargpt-text"
@@ -299,7 +300,8 @@ def _runner(
     total = sum(file.size for _, file in files)
     total += sum(stream.seek(0, os.SEEK_END) for stream in streams)
     workers = None
-    if len(segments) >= MIN_SEGMENTS and not any(segment.stream for segment in segments):
+    has_streams = any(segment.stream for segment in segments)
+    if len(segments) >= MIN_SEGMENTS and sys.executable and not has_streams:
         from chargpt.text.workers import Workers  # most texts do not need them
 
         workers = Workers(folder, [files, settings.model_dump(mode="json")])

@@ -536,7 +536,8 @@ def _find_cuts(file: TextFile, settings: TextConfig) -> Iterator[int]:
     documents = settings.documents
     mark = b"\n" if documents in (None, "auto", "lines") else documents.encode()
     # "aa" may begin at either "a" of "aaa", but further line ends belong to the separator
-    is_ambiguous = mark.strip() and any(mark.startswith(mark[i:]) for i in range(1, len(mark)))
+    overlaps = mark.strip(b"\n") and any(mark.startswith(mark[i:]) for i in range(1, len(mark)))
+    is_ambiguous = overlaps or not {*LINE_ENDS}.isdisjoint(mark.decode())  # which may become LF
     with open(file.path, "rb") as raw:
         head = raw.read(CHUNK_BYTES)
         is_utf8 = _codec_of(codec_name(settings.encoding), head) == "utf-8"

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -48,26 +49,25 @@ class Workers:
         key, lines = hashlib.sha256(json.dumps(facts).encode()).hexdigest(), [""]
         with suppress(OSError, ValueError):
             lines = read_regular(self.journal, MAX_META_BYTES).decode("ascii").split("\n")
-        if lines.pop(0) == key:
-            with suppress(ValueError):  # the kill may have cut the last line
-                for line in lines:
-                    stage, number, result = json.loads(line)
-                    self.known[stage, number] = result
+        if lines[0] == key:
+            lines = [line for line in lines[1:] if line == _line(line[9:])]
+            entries = (json.loads(line[9:]) for line in lines)
+            self.known = {(stage, number): result for stage, number, result in entries}
         else:
+            lines = []
             delete_text_files(folder)
-        known = [json.dumps([*each, result]) for each, result in self.known.items()]
-        self.journal.write_text("\n".join([key, *known, ""]), encoding="ascii")
+        self.journal.write_text("\n".join([key, *lines, ""]), encoding="ascii")
         self.processes = list[Process]()
 
     def __enter__(self) -> Self:
         """Start the processes, one for each core."""
-        program = (
-            f"import sys; sys.path = {sys.path}; from chargpt.text.workers import serve; serve()"
-        )
-        pipe = subprocess.PIPE
+        path, pipe = [*map(str, sys.path)], subprocess.PIPE
+        program = f"import sys; sys.path = {path}; from chargpt.text.workers import serve; serve()"
         for _ in range(min(os.cpu_count() or 1, MAX_PROCESSES)):
             words = [sys.executable, "-c", program]
-            process = subprocess.Popen(words, stdin=pipe, stdout=pipe, encoding="ascii")
+            process = subprocess.Popen(  # a group of its own has no Ctrl-C
+                words, stdin=pipe, stdout=pipe, encoding="ascii", process_group=0
+            )
             self.processes.append(process)
         return self
 
@@ -124,8 +124,8 @@ class Workers:
             finally:
                 idle.put(process)
             raise OperationError(
-                "a process that read the text was killed, perhaps for want of memory; start again: "
-                "what is prepared is kept"
+                "a process that read the text was killed, perhaps for want of memory; close other "
+                "programs and start again"
             )
 
         with ThreadPoolExecutor(len(self.processes)) as pool:
@@ -140,13 +140,18 @@ class Workers:
                     n_read[number] = results[-1][0]
                     if results[-1] != self.known.get((stage, number)):
                         with open(self.journal, "a", encoding="ascii") as file:
-                            file.write(json.dumps([stage, number, results[-1]]) + "\n")
+                            file.write(_line(json.dumps([stage, number, results[-1]])) + "\n")
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in self.processes:  # so that the threads that read their answers end
                     process.kill()
                 raise
         return results
+
+
+def _line(entry: str) -> str:
+    """Return an entry of the journal with its CRC-32, since a kill or the disk may damage it."""
+    return f"{zlib.crc32(entry.encode()):08x} {entry}"
 
 
 def _result(answer: Any) -> list[Any]:
@@ -160,7 +165,7 @@ def _result(answer: Any) -> list[Any]:
 
 def serve() -> None:
     """Do the tasks of `Workers.run`, a line of JSON each, and write the answers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the other end kills this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Windows: after Ctrl-C the other end kills it
     sent = 0.0
 
     def send(answer: object) -> None:
@@ -179,5 +184,7 @@ def serve() -> None:
                     send(item)
         except TextError as error:
             send({"error": str(error)})
+        except BrokenPipeError:  # the other end was killed
+            os._exit(1)
         except OSError as error:
             send({"errno": error.errno, "strerror": error.strerror})
