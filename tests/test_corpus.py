@@ -30,7 +30,7 @@ from chargpt.files import to_json
 from chargpt.text import source
 from chargpt.text.corpus import SPLITS, Corpus
 from chargpt.text.describe import count_line_ends, describe
-from chargpt.text.prepare import TEXT_FILES, load_corpus, prepare, read_prepared
+from chargpt.text.prepare import LINES, META, TOKENS, load_corpus, prepare, read_prepared
 from chargpt.text.source import find_text, read_text
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -737,7 +737,7 @@ def test_a_prepared_text_is_read_back_without_its_source(write: Write, tmp_path:
     assert not again.split("train").flags.writeable
     assert (again.name, again.key, again.files) == (corpus.name, corpus.key, corpus.files)
     assert line_of(again, "three")[1] == 4
-    assert sorted(each.name for each in (tmp_path / "text").iterdir()) == sorted(TEXT_FILES)
+    assert sorted(each.name for each in (tmp_path / "text").iterdir()) == [LINES, META, TOKENS]
 
 
 @pytest.mark.parametrize("documents", [None, "lines", "files", "--\n"])

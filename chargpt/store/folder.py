@@ -63,13 +63,7 @@ from chargpt.store.metrics import MetricsLog
 from chargpt.store.tensors import serialize
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import (
-    JOURNAL,
-    TEXT_FILES,
-    UNFINISHED_FILES,
-    prepare,
-    read_prepared,
-)
+from chargpt.text.prepare import JOURNAL, TEXT_FILES, prepare, read_prepared
 from chargpt.text.source import Source
 from chargpt.text.tokenizer import FORMAT, CharTokenizer
 
@@ -86,7 +80,7 @@ RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
     ({re.escape(NEW)}/)? (
         {re.escape(LOCK)} |
         {name_pattern(RUN_FILES)} |
-        {TEXT} (/{name_pattern((*TEXT_FILES, *UNFINISHED_FILES))})? |
+        {TEXT} (/{name_pattern(TEXT_FILES)})? |
         {TENSORBOARD} (/events\.out\.tfevents\.[^/\n]+)? |
         {CHECKPOINTS} (/{name_pattern(POINTERS)})? |
         {CHECKPOINTS}/({CHECKPOINT_NAME.pattern} | {UNFINISHED.pattern})

@@ -37,13 +37,7 @@ from chargpt.errors import RunError, TextError, UnreadableError
 from chargpt.files import IS_WINDOWS, open_regular, read_json, to_json, write_synced
 from chargpt.log import logger
 from chargpt.text import TextProgress
-from chargpt.text.corpus import (
-    Corpus,
-    HeldOut,
-    count_tokens,
-    shuffled,
-    shuffled_order,
-)
+from chargpt.text.corpus import Corpus, HeldOut, count_tokens, shuffled, shuffled_order
 from chargpt.text.describe import sure_documents
 from chargpt.text.display import REPLACEMENT
 from chargpt.text.source import (
@@ -76,10 +70,9 @@ from chargpt.text.tokenizer import (
 )
 
 TOKENS, LINES, META = "tokens.bin", "lines.bin", "meta.json"
-TEXT_FILES = (TOKENS, LINES, META)
 # of a text that is being prepared; before documents are shuffled
 JOURNAL, UNSHUFFLED = "journal.jsonl", ("unshuffled.bin", "unshuffled-lines.bin")
-UNFINISHED_FILES = (JOURNAL, *UNSHUFFLED)
+TEXT_FILES = (TOKENS, LINES, META, JOURNAL, *UNSHUFFLED)
 KEY_VERSION = 1
 MAX_META_BYTES = 500_000_000  # of a million files
 MAX_START = 500_000  # characters by which a list is recognised
@@ -329,7 +322,7 @@ def _runner(
 
 def delete_text_files(folder: Path) -> None:
     """Delete the files of a prepared text in a folder."""
-    for name in (*TEXT_FILES, *UNFINISHED_FILES):
+    for name in TEXT_FILES:
         (folder / name).unlink(missing_ok=True)
 
 

@@ -22,12 +22,7 @@ from typing import Any, Self
 from chargpt.config import TextConfig
 from chargpt.errors import OperationError, TextError
 from chargpt.files import read_regular
-from chargpt.text.prepare import (
-    JOURNAL,
-    MAX_META_BYTES,
-    PASSES,
-    delete_text_files,
-)
+from chargpt.text.prepare import JOURNAL, MAX_META_BYTES, PASSES, delete_text_files
 from chargpt.text.source import Segment, Stretch
 
 MAX_PROCESSES = 16  # more wait for the disk
@@ -116,8 +111,11 @@ class Workers:
                 process.stdin.flush()
                 for line in process.stdout:
                     answer = json.loads(line)
-                    if not isinstance(answer, int):
-                        return _result(answer)
+                    if isinstance(answer, list):
+                        return answer
+                    if isinstance(answer, dict):
+                        error = answer["error"]
+                        raise TextError(error) if isinstance(error, str) else OSError(*error)
                     n_read[number] = answer
             except BrokenPipeError:
                 pass
@@ -154,15 +152,6 @@ def _line(entry: str) -> str:
     return f"{zlib.crc32(entry.encode()):08x} {entry}"
 
 
-def _result(answer: Any) -> list[Any]:
-    """Return the answer of a process, or raise the error that it tells of."""
-    if isinstance(answer, list):
-        return answer
-    if "error" in answer:
-        raise TextError(answer["error"])
-    raise OSError(answer["errno"], answer["strerror"])
-
-
 def serve() -> None:
     """Do the tasks of `Workers.run`, a line of JSON each, and write the answers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Windows: after Ctrl-C the other end kills it
@@ -187,4 +176,4 @@ def serve() -> None:
         except BrokenPipeError:  # the other end was killed
             os._exit(1)
         except OSError as error:
-            send({"errno": error.errno, "strerror": error.strerror})
+            send({"error": [error.errno, error.strerror]})
