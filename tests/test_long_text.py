@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import chargpt
 from chargpt.config import TextConfig
 from chargpt.errors import OperationError, RunError, TextError
+from chargpt.store import folder
 from chargpt.text import prepare as module
 from chargpt.text import source, workers
 from chargpt.text.corpus import Corpus
@@ -157,6 +158,23 @@ def test_a_start_that_was_killed_is_continued_by_the_same_command(
     assert os.listdir(run.parent) == [run.name]
     assert sorted(os.listdir(run / "text")) == ["meta.json", "tokens.bin"]
     assert not (run / ".new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("entry_names", PermissionError), ("FileLock", OSError)]
+)
+def test_a_folder_that_cannot_be_read_or_locked_is_not_taken_for_an_abandoned_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception]
+) -> None:
+    (tmp_path / ".new").mkdir()
+    (tmp_path / ".lock").touch()
+    assert folder.is_abandoned(tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(folder, name, fail)
+    assert not folder.is_abandoned(tmp_path)
 
 
 def test_a_journal_of_another_text_is_not_used(texts: Path, tmp_path: Path) -> None:

@@ -474,8 +474,11 @@ def is_locked(path: Path) -> bool:
 
 def is_abandoned(path: Path) -> bool:
     """Return whether a folder holds only what a start that was killed has left."""
-    names = {*entry_names(path)}
-    return NEW in names and names <= {NEW, LOCK} and not is_locked(path)
+    with suppress(OSError, NotImplementedError):  # one that lives has the lock, if there are locks
+        if NEW in {*entry_names(path)} <= {NEW, LOCK}:
+            with FileLock(path / LOCK, timeout=0):
+                return True
+    return False
 
 
 def has_checkpoint(path: Path) -> bool:
