@@ -297,7 +297,7 @@ def _runner(
     if len(segments) >= MIN_SEGMENTS and sys.executable and not has_streams:
         from chargpt.text.workers import Workers  # most texts do not need them
 
-        workers = Workers(folder, [files, settings.model_dump(mode="json")])
+        workers = Workers(folder, [KEY_VERSION, files, settings.model_dump(mode="json")])
     else:
         delete_text_files(folder)  # of an interrupted preparation of another text
 
