@@ -177,6 +177,19 @@ def test_a_folder_that_cannot_be_read_or_locked_is_not_taken_for_an_abandoned_on
     assert not folder.is_abandoned(tmp_path)
 
 
+def test_a_text_that_is_large_for_the_memory_leaves_the_page_cache(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped = list[int]()
+    advise = lambda file, begin, size, advice: dropped.append(begin)  # noqa: E731
+    monkeypatch.setattr(os, "posix_fadvise", advise, raising=False)
+    prepared(texts, tmp_path / "short")
+    assert not dropped
+    monkeypatch.setattr(workers, "MAX_CACHED", 0)
+    prepared(texts, tmp_path / "long")
+    assert len(set(dropped)) == 20  # both files begin at 0
+
+
 def test_a_journal_of_another_text_is_not_used(texts: Path, tmp_path: Path) -> None:
     prepared(texts, tmp_path / "text")
     (texts / "1.txt").write_text(LINES.replace("naïve", "other"), "utf-8")

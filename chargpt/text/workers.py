@@ -23,10 +23,11 @@ from chargpt.config import TextConfig
 from chargpt.errors import OperationError, TextError
 from chargpt.files import read_regular
 from chargpt.text.prepare import JOURNAL, MAX_META_BYTES, PASSES, delete_text_files
-from chargpt.text.source import Segment, Stretch
+from chargpt.text.source import SEGMENT_BYTES, Segment, Stretch
 
 MAX_PROCESSES = 16  # more wait for the disk
 PROGRESS_SECONDS = 0.1
+MAX_CACHED = 0.25  # fraction of the memory: a longer text does not stay in the page cache
 Process = subprocess.Popen[str]
 READ_SETTINGS = {"encoding", "encoding_errors", "newlines", "documents"}  # for `text_pieces`
 
@@ -135,6 +136,8 @@ class Workers:
                             future.exception(PROGRESS_SECONDS)
                         report(sum(n_read))
                     results.append(future.result())
+                    if stage == "encoding":
+                        _drop_from_cache(segments, number)
                     n_read[number] = results[-1][0]
                     if results[-1] != self.known.get((stage, number)):
                         with open(self.journal, "a", encoding="ascii") as file:
@@ -150,6 +153,22 @@ class Workers:
 def _line(entry: str) -> str:
     """Return an entry of the journal with its CRC-32, since a kill or the disk may damage it."""
     return f"{zlib.crc32(entry.encode()):08x} {entry}"
+
+
+def _drop_from_cache(segments: Sequence[Segment], number: int) -> None:
+    """Free the pages of a segment of a very long text, which no pass reads any more.
+
+    Linux is slow to find others for the tokens: without it encoding takes two to three times as
+    long (benchmarks/LOG.md).
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if SEGMENT_BYTES * len(segments) > MAX_CACHED * memory:
+        for path, begin, end in segments[number].stretches:
+            with suppress(OSError), open(path, "rb") as file:
+                size = end - begin if end else 0  # 0: to its end
+                os.posix_fadvise(file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
 
 
 def serve() -> None:
