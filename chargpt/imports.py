@@ -106,6 +106,7 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
         weights = our_weights(theirs, NANOGPT_NAMES, config, len(order), checkpoint)
         weights["embedding.weight"] = weights["embedding.weight"][order]
     with RunFolder(out).locked(is_new=True) as folder:
+        prepared = None
         if text is not None:
             # whatever is rare, nanoGPT keeps it
             config = config.with_values({"text.path": str(text.absolute()), "text.rare": "keep"})
@@ -117,7 +118,8 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
                     "name the text of the model"
                 )
             state = replace(state, corpus_key=corpus.key, text_name=corpus.name)
-        folder.create_from_weights(config, tokenizer, state, weights)
+            prepared = corpus.folder
+        folder.create_from_weights(config, tokenizer, state, weights, prepared)
     return out
 
 

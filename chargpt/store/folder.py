@@ -336,12 +336,14 @@ class RunFolder:
         tokenizer: CharTokenizer,
         state: RunState,
         model: Mapping[str, Tensor],
+        text: Path | None = None,
     ) -> None:
         """Create a run with one checkpoint, without optimizer state: it cannot be resumed.
 
-        It raises what `create` does, and OSError if the checkpoint cannot be written.
+        `text` is as for `create`. It raises what that does, and OSError if the checkpoint cannot be
+        written.
         """
-        self.create(config, tokenizer)
+        self.create(config, tokenizer, text)
         self.save(
             config=config,
             tokenizer=tokenizer,

@@ -214,13 +214,7 @@ def preparing(found: dict[str, Any]) -> list[str]:
         f"{found['prepare_mb_per_second']:.0f} MB/s ({', '.join(copies)} MB/s: `cat` to a file and "
         f"fsync, in turn) with {found['memory_mb']:.0f} MB of memory of all processes "
         f"({found['date']}); reading it again with its checksums takes "
-        f"{statistics.median(found['read_seconds']):.1f} s.{killed} Encoding in memory, on one "
-        "thread: "
-        + ", ".join(
-            f"{speed:.2f} ({name})"
-            for name, speed in found["encode_gigacharacters_per_second"].items()
-        )
-        + " billion characters per second.",
+        f"{statistics.median(found['read_seconds']):.1f} s.{killed}",
         "",
         f"`{command(found)}`",
     ]
@@ -464,6 +458,14 @@ def benchmarks() -> str:
         sampling(record("sample-llama")),
         ["### Preparing a text"],
         *map(preparing, map(record, ("text", "text-10gb", "text-files"))),
+        [
+            "Encoding in memory, on one thread: "
+            + ", ".join(
+                f"{speed:.2f} ({name})"
+                for name, speed in record("text")["encode_gigacharacters_per_second"].items()
+            )
+            + " billion characters per second."
+        ],
         ["### Mixture"],
         mixture(record("mixture-10s"), record("mixture-80s"), record("mixture-3m")),
         ["### Open vocabulary"],
