@@ -21,6 +21,7 @@ import torch
 from conftest import POSIX, REPOSITORY, start_cli
 from saving import CONFIG, TOKENIZER, failing, rewrite, save
 
+from chargpt.config import TextConfig
 from chargpt.errors import DeviceError, RunError, UnreadableError
 from chargpt.files import to_json
 from chargpt.store import checkpoint, metrics
@@ -38,6 +39,7 @@ from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.store.tensors import serialize
 from chargpt.store.verify import verify
 from chargpt.text.prepare import load_corpus
+from chargpt.text.source import find_text
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.resume import load_latest
 from chargpt.training.trainer import Trainer
@@ -410,6 +412,19 @@ def test_what_a_killed_start_has_left_does_not_block(tmp_path: Path) -> None:
         run.create(CONFIG, TOKENIZER)
     assert (run.path / "config.yaml").exists()
     assert not (run.path / "text").exists()
+
+
+def test_a_link_in_place_of_a_text_is_not_followed(tmp_path: Path) -> None:
+    run, other = RunFolder(tmp_path / "run"), tmp_path / "other"
+    run.new_text.parent.mkdir(parents=True)
+    other.mkdir()
+    (other / "tokens.bin").write_bytes(b"somebody's own")
+    run.new_text.symlink_to(other)
+    (tmp_path / "text.txt").write_text("some text\n" * 99)
+    settings = TextConfig(path=str(tmp_path / "text.txt"))
+    with run.locked(is_new=True):
+        run.prepare_text(find_text(settings), settings)
+    assert [each.read_bytes() for each in other.iterdir()] == [b"somebody's own"]
 
 
 def test_a_last_line_that_a_crash_cut_short_is_skipped_and_no_damage(run: RunFolder) -> None:

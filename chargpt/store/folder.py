@@ -147,7 +147,8 @@ class RunFolder:
         except OSError as error:
             raise self._unwritable(error) from None
         try:
-            self._delete_new(keep=(TEXT,))
+            is_linked = self.new_text.is_symlink()  # to a folder that is not the run's
+            self._delete_new(keep=() if is_linked else (TEXT,))
             yield self
         except BaseException:
             with suppress(OSError):
@@ -458,19 +459,6 @@ def is_readable_run(path: Path) -> bool:
     try:
         return path.name != NEW and is_run(path)
     except OSError:
-        return False
-
-
-def is_locked(path: Path) -> bool:
-    """Return whether a process is training into a run's folder, as far as its lock says."""
-    if not (path / LOCK).exists():
-        return False
-    try:
-        with FileLock(path / LOCK, timeout=0):
-            return False
-    except Timeout:
-        return True
-    except (OSError, NotImplementedError):  # no permission, or no locks
         return False
 
 

@@ -5,6 +5,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+from filelock import FileLock, Timeout
+
 from chargpt.errors import ChargptError, UnreadableError
 from chargpt.files import read_regular
 from chargpt.models import count_parameters
@@ -16,7 +18,7 @@ from chargpt.store.checkpoint import (
     newest_metadata,
     parse_config,
 )
-from chargpt.store.folder import CHECKPOINTS, has_checkpoint, is_locked, is_readable_run
+from chargpt.store.folder import CHECKPOINTS, LOCK, has_checkpoint, is_readable_run
 from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -104,3 +106,16 @@ def summarize(path: Path) -> RunSummary:
         seconds=state.seconds,
         saved=saved,
     )
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process is training into a run's folder, as far as its lock says."""
+    if not (path / LOCK).exists():
+        return False
+    try:
+        with FileLock(path / LOCK, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except (OSError, NotImplementedError):  # no permission, or no locks
+        return False

@@ -6,6 +6,7 @@ also if that is killed. It does not import the user's program, as those of `mult
 
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -127,6 +128,7 @@ class Workers:
                 "programs and start again"
             )
 
+        is_cached = SEGMENT_BYTES * len(segments) <= MAX_CACHED * _memory()
         with ThreadPoolExecutor(len(self.processes)) as pool:
             futures = [pool.submit(call, number) for number in range(len(segments))]
             try:
@@ -136,8 +138,8 @@ class Workers:
                             future.exception(PROGRESS_SECONDS)
                         report(sum(n_read))
                     results.append(future.result())
-                    if stage == "encoding":
-                        _drop_from_cache(segments, number)
+                    if stage == "encoding" and not is_cached:
+                        _drop_from_cache(segments[number])
                     n_read[number] = results[-1][0]
                     if results[-1] != self.known.get((stage, number)):
                         with open(self.journal, "a", encoding="ascii") as file:
@@ -155,20 +157,23 @@ def _line(entry: str) -> str:
     return f"{zlib.crc32(entry.encode()):08x} {entry}"
 
 
-def _drop_from_cache(segments: Sequence[Segment], number: int) -> None:
+def _memory() -> float:
+    """Return the memory of the machine in bytes; infinity where pages cannot be dropped."""
+    if not hasattr(os, "posix_fadvise"):
+        return math.inf
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _drop_from_cache(segment: Segment) -> None:
     """Free the pages of a segment of a very long text, which no pass reads any more.
 
     Linux is slow to find others for the tokens: without it encoding takes two to three times as
     long (benchmarks/LOG.md).
     """
-    if not hasattr(os, "posix_fadvise"):
-        return
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if SEGMENT_BYTES * len(segments) > MAX_CACHED * memory:
-        for path, begin, end in segments[number].stretches:
-            with suppress(OSError), open(path, "rb") as file:
-                size = end - begin if end else 0  # 0: to its end
-                os.posix_fadvise(file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
+    for path, begin, end in segment.stretches:
+        with suppress(OSError), open(path, "rb") as file:
+            size = end - begin if end else 0  # 0: to its end
+            os.posix_fadvise(file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
 
 
 def serve() -> None:
