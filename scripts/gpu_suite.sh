@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run everything that needs a GPU in under ten minutes: the doctor, the CUDA tests, a step of one rank
-# over NCCL beside that of one process, and training and sampling benchmarks beside nanoGPT. Writes OUT/gpu.txt as it goes and OUT/gpu.json at its end,
-# also when it is stopped.
+# over NCCL beside that of one process, and training and sampling benchmarks beside nanoGPT. Writes
+# OUT/gpu.txt as it goes and OUT/gpu.json at its end, also when it is stopped.
 #
 #   scripts/gpu_suite.sh OUT TEXT [NANOGPT]
 #
