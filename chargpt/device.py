@@ -30,6 +30,7 @@ MIN_SPEED = 0.5  # fraction of the highest speed: below it, threads are chosen a
 RETRY_SECONDS = 20.0  # after which more threads are tried again
 TYPICAL_BYTES = 250_000_000  # of memory after imports
 MAX_CPU_INFO = 10_000  # characters of /proc/cpuinfo: the first processor and more
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -76,21 +77,31 @@ def configure(device: torch.device, *, deterministic: bool = False) -> None:
 def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
     """Return the dtype of matrix products (autocast), and why `auto` chose it.
 
-    Weights stay float32. `auto` takes bfloat16 on CUDA from compute capability 8.0, on an x86 CPU
-    with bfloat16 instructions if it is measured as over 1.5 times as fast; else float32.
+    Weights stay float32. `auto` takes bfloat16 on CUDA from compute capability 8.0, float16 from
+    7.0 (V100, T4), on an x86 CPU with bfloat16 instructions bfloat16 if it is measured as over 1.5
+    times as fast; else float32.
     """
     if name != "auto":
-        return (torch.bfloat16 if name == "bfloat16" else torch.float32), ""
+        return DTYPES[name], ""
     if device.type == "cuda":
-        if torch.cuda.get_device_capability(device) >= (8, 0):
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= (8, 0):
             return torch.bfloat16, "this GPU computes in it natively"
-        return torch.float32, "this GPU has no native bfloat16"
+        if capability >= (7, 0):
+            return torch.float16, "this GPU computes in it natively, but not in bfloat16"
+        return torch.float32, "this GPU has no faster format"
     if device.type == "cpu" and re.search("avx512_bf16|amx_bf16", _cpu_info()):
         gain = _bfloat16_gain()
         if gain > 1.5:
             return torch.bfloat16, f"{gain:.1f} times as fast here"
         return torch.float32, "bfloat16 is not over 1.5 times as fast here"
     return torch.float32, "this device has no faster format"
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Return a context of mixed precision in `dtype`; None and float32 leave out autocast."""
+    is_mixed = dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(device.type, dtype if is_mixed else None, enabled=is_mixed)
 
 
 @functools.cache

@@ -83,29 +83,29 @@ def test_a_configured_dtype_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "flags", "gain", "is_bfloat16"),
+    ("device", "capability", "flags", "gain", "expected"),
     [
-        ("cuda", (9, 0), "", 1.0, True),
-        ("cuda", (8, 0), "", 1.0, True),
-        ("cuda", (7, 5), "", 1.0, False),
-        ("mps", None, "", 1.0, False),
-        ("cpu", None, "avx512f avx512_bf16", 10.0, True),
-        ("cpu", None, "avx512f avx512_bf16", 1.1, False),
-        ("cpu", None, "avx512f", 10.0, False),
+        ("cuda", (9, 0), "", 1.0, torch.bfloat16),
+        ("cuda", (8, 0), "", 1.0, torch.bfloat16),
+        ("cuda", (7, 5), "", 1.0, torch.float16),
+        ("cuda", (6, 1), "", 1.0, torch.float32),
+        ("mps", None, "", 1.0, torch.float32),
+        ("cpu", None, "avx512f avx512_bf16", 10.0, torch.bfloat16),
+        ("cpu", None, "avx512f avx512_bf16", 1.1, torch.float32),
+        ("cpu", None, "avx512f", 10.0, torch.float32),
     ],
 )
-def test_auto_uses_bfloat16_where_it_is_native_and_on_a_cpu_if_measured_as_faster(
+def test_auto_uses_a_16_bit_format_where_it_is_native_and_on_a_cpu_if_measured_as_faster(
     device: str,
     capability: object,
     flags: str,
     gain: float,
-    is_bfloat16: bool,
+    expected: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(device_module, "_cpu_info", lambda: flags)
     monkeypatch.setattr(device_module, "_bfloat16_gain", lambda: gain)
-    expected = torch.bfloat16 if is_bfloat16 else torch.float32
     assert choose_dtype(torch.device(device), "auto")[0] == expected
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from chargpt.config import ModelConfig
 from chargpt.device import (
+    autocast,
     can_capture,
     capture_graph,
     choose_device,
@@ -116,7 +117,7 @@ def gradient_function(device: torch.device, dtype: torch.dtype) -> Callable[[], 
 
     def gradient() -> Tensor:
         model.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with autocast(device, dtype):
             logits = model(tokens[:, :-1])  # (B, T, V)
         loss = F.cross_entropy(logits.to(exact).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]

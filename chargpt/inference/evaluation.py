@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chargpt.device import autocast
 from chargpt.distributed import RankGroup
 from chargpt.errors import NOT_FINITE, ConfigError, OperationError, TextError
 from chargpt.models import LanguageModel, eval_mode
@@ -174,7 +175,7 @@ def evaluate(
             `text.unknown` by default.
         stride: S of `sliding`, 1 to T; max(1, T // 2) by default.
         max_characters: with `blocks` or `sliding`, at most so many are scored, evenly spread.
-        dtype: torch.bfloat16 for mixed precision; float32 by default.
+        dtype: torch.bfloat16 or float16 for mixed precision; float32 by default.
         seed: of the random batches of `nanogpt`.
         on_progress: called with the number of tokens scored, and of all.
         is_stopped: if given, blocks are scored in random order, and once it returns True the result
@@ -485,7 +486,7 @@ def iter_logits(
         for starts, length, n_unscored in split_by_call(model, windows):
             rows = gather_rows(tokens, starts - lookback, lookback + length)
             batch = torch.from_numpy(rows).to(device)
-            with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
+            with autocast(device, dtype):
                 before, inputs = batch[:, :lookback], batch[:, lookback:-1]
                 logits = model(inputs, before=before) if lookback else model(inputs)
             yield logits[:, n_unscored:].float(), batch[:, lookback + 1 + n_unscored :]

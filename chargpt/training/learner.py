@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from chargpt.config import Config, OptimConfig, SampleConfig
-from chargpt.device import can_capture, capture_graph, require_memory
+from chargpt.device import DTYPES, autocast, can_capture, capture_graph, require_memory
 from chargpt.distributed import RankGroup
 from chargpt.errors import CaptureError, ConfigError
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
@@ -78,7 +78,7 @@ class Learner:
         train = config.train
         self.seed, self.dropout, self.train_config = config.seed, config.model.dropout, train
         self.corpus, self.group, self.device = corpus, group, device
-        self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self.dtype = DTYPES[config.dtype]
         parts = train.micro_batches * group.world_size
         if train.batch_size % parts:
             raise ConfigError(
@@ -245,7 +245,7 @@ class Learner:
         They differ with n-gram soft targets (distillation, Hinton et al. 2015, section 2): these
         hold a probability for every token that may follow, not only for the one that did.
         """
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+        with autocast(self.device, self.dtype):
             logits = self.ddp_model(micro_batch[:, :-1])  # (B, T, V)
         log_probs = logits.float().log_softmax(dim=-1)
         loss = F.nll_loss(log_probs.flatten(0, 1), micro_batch[:, 1:].flatten())
@@ -429,7 +429,7 @@ def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
     activations = 3 * vocab_size  # saved for the backward pass, values per token
     if model.kind != "bigram":
         activations += model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
-        row_bytes = model.block_size * (2 if config.dtype == "bfloat16" else 4)
+        row_bytes = model.block_size * (2 if config.dtype.endswith("float16") else 4)
         if model.attention == "full" and row_bytes <= MAX_PRODUCT_ROW_BYTES:
             activations += 2 * model.n_layer * model.n_head * model.block_size  # scores, weights
     masks = model.block_size**2 if model.attention == "average" else 0

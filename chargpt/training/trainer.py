@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.device import choose_device, choose_dtype, configure, default_threads
+from chargpt.device import choose_device, choose_dtype, configure, default_threads, dtype_name
 from chargpt.distributed import RankGroup
 from chargpt.errors import DeviceError, DivergedError, RunError, UnsavedError
 from chargpt.files import quoted
@@ -97,10 +97,9 @@ class Trainer:
             torch.cuda.set_device(self.device)  # CUDA graphs are captured on the current device
         dtype, self.dtype_reason = choose_dtype(self.device, config.dtype)
         # each rank measures its own speed: rank 0 decides
-        is_bfloat16 = self.group.broadcast(float(dtype == torch.bfloat16))
         resolved = {
             "device": self.device.type if config.device == "auto" else config.device,
-            "dtype": "bfloat16" if is_bfloat16 else "float32",
+            "dtype": self.group.broadcast_text(dtype_name(dtype)),
         }
         self.config = config.with_values(resolved)
         self.corpus = corpus
