@@ -52,6 +52,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "adamw": {"optim.name": "adamw"},
     "dropout and accumulation": {"model.dropout": 0.3, "train.micro_batches": 2},
     "ema and soft targets": {"train.ema": 0.9, "train.ngram_target_weight": 0.6},
+    "float16": {"dtype": "float16", "train.micro_batches": 2},
     "cosine and bfloat16": {"schedule.kind": "cosine", "dtype": "bfloat16"},
     "bigram": {"model.kind": "bigram", "optim.name": "adamw", "train.clip_norm": None},
     "average rung": {"model.attention": "average", "model.mlp": "none", "train.patience": 50},
@@ -233,6 +234,47 @@ def test_an_infinite_gradient_stops_the_run_before_the_update_and_names_the_reme
     resume_to_end(tmp_path / "run", corpus)
     train(tiny_config(), corpus, tmp_path / "uninterrupted")
     assert weights(tmp_path / "run") == weights(tmp_path / "uninterrupted")
+
+
+def test_float16_skips_steps_whose_gradients_overflow_and_trains_like_float32(
+    corpus: Corpus, tmp_path: Path, notes: list[str]
+) -> None:
+    train(tiny_config(), corpus, tmp_path / "float32")
+    train(tiny_config(dtype="float16"), corpus, tmp_path / "float16")
+    for one, other in zip(losses(tmp_path / "float32"), losses(tmp_path / "float16"), strict=True):
+        assert other == pytest.approx(one, rel=0.03)
+    assert not notes
+    trainer = start_trainer(tiny_config(dtype="float16"), corpus, tmp_path / "skipping")
+    scaler, n_skipped = trainer.learner.scaler, 0
+    assert scaler is not None
+    scaler.scale.fill_(2.0**20)
+    before = list[torch.Tensor]()
+    for report in trainer.steps():
+        weights = [p.clone() for p in trainer.model.parameters()]
+        if report.grad_norm == 0:
+            n_skipped += 1
+            assert all(map(torch.equal, weights, before))
+        before = weights
+    assert 2 <= n_skipped < 8
+    assert scaler.scale == 2.0 ** (20 - n_skipped)
+    records = [r for r in RunFolder(tmp_path / "skipping").metrics.records() if "loss" in r]
+    assert [r["lr_factor"] == 0 == r["grad_norm"] for r in records[: n_skipped + 1]] == [
+        *[True] * n_skipped,
+        False,
+    ]
+    assert records[-1]["loss"] < records[0]["loss"] - 0.3
+    assert f"{n_skipped} steps were skipped, as their gradients overflowed float16" in notes[-1]
+
+
+def test_float16_whose_gradients_always_overflow_ends_with_the_remedy(corpus: Corpus) -> None:
+    trainer = Trainer(tiny_config(dtype="float16", **{"train.max_steps": 100}), corpus)
+    assert trainer.learner.scaler is not None
+    trainer.learner.scaler.unscale = lambda gradients: (  # type: ignore[method-assign]
+        [g.zero_() for g in gradients],
+        trainer.learner.scaler.found_inf.fill_(1),
+    )
+    with pytest.raises(DivergedError, match="the gradient is no longer finite at step 30"):
+        list(trainer.steps())
 
 
 def test_non_finite_weights_are_not_saved(corpus: Corpus, tmp_path: Path) -> None:

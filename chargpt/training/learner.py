@@ -37,7 +37,7 @@ from chargpt.store.tensors import load_weights
 from chargpt.text.corpus import Corpus, Split, block_offsets
 from chargpt.text.display import end_sign
 from chargpt.text.tokenizer import Tokens
-from chargpt.training.optim import Optimizer
+from chargpt.training.optim import LossScaler, Optimizer
 
 SAMPLE_LENGTH = 200  # characters
 N_DOCUMENTS = 5  # per sample, of a list of documents
@@ -89,13 +89,14 @@ class Learner:
         n_bytes = training_bytes(config, corpus.tokenizer.vocab_size, self.micro_batch_size)
         require_memory(n_bytes, "a model and batches of these sizes", device)
         self.captured_forward_backward: Callable[[Tensor], Tensor] | None = None
-        self.captured_update: Callable[[int, float], object] | None = None
+        self.captured_update: Callable[[int, float | Tensor], object] | None = None
         self.capture_error: str | None = None
         with _generator:
             torch.manual_seed(config.seed)
             model = build_model(config.model, corpus.tokenizer.vocab_size)
         model.first_continuation_id = corpus.tokenizer.first_continuation_id
         self.model: LanguageModel = model.to(device)
+        self.scaler = LossScaler(device) if self.dtype == torch.float16 else None
         self.l2_sp, self.initial_weights = config.optim.l2_sp, list[Tensor]()
         if base_run is not None:
             from chargpt.training.finetune import copy_weights  # most runs do not need it
@@ -147,6 +148,8 @@ class Learner:
         self.ema_weights = self._start_ema(saved.model)
         self.optimizer = Optimizer(self.model, optim, self.dtype, self.group)
         self.optimizer.load_state_dict(saved.optimizer)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(saved.optimizer)
         if self.captured_update is not None:  # of the optimizer before
             self._capture()
 
@@ -182,6 +185,8 @@ class Learner:
     def forward_backward(self, micro_batch: Tensor) -> Tensor:
         """Accumulate the gradients of a micro-batch (B, T + 1); return its mean loss."""
         objective, loss = self.objective(micro_batch)
+        if self.scaler is not None:
+            objective = objective * self.scaler.scale
         (objective / self.train_config.micro_batches).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -231,7 +236,7 @@ class Learner:
             group.average(gradients)
             return loss
 
-        def captured_update(step: int, factor: float) -> None:
+        def captured_update(step: int, factor: float | Tensor) -> None:
             static_step.fill_(step)
             static_factor.fill_(factor)
             replay_update()
@@ -258,14 +263,21 @@ class Learner:
         return (1 - weight) * loss + weight * soft_loss, loss
 
     def clip_gradients(self) -> Tensor:
-        """Clip the norm of all gradients; return the norm before."""
+        """Clip the norm of all gradients; return the norm before: 0 of a step that is skipped."""
+        if self.scaler is not None:
+            parameters = self.model.parameters()
+            self.scaler.unscale([p.grad for p in parameters if p.grad is not None])
         max_norm = self.train_config.clip_norm or math.inf
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     @torch.no_grad()
     def apply_update(self, step: int, lr_factor: float) -> None:
         """Update the weights and their moving average."""
-        (self.captured_update or self.optimizer.step)(step, lr_factor)
+        factor: float | Tensor = lr_factor
+        if self.scaler is not None:  # of a step that is skipped, 0
+            factor = lr_factor * (1 - self.scaler.found_inf)
+            self.scaler.update()
+        (self.captured_update or self.optimizer.step)(step, factor)
         self.optimizer.gather()
         self.model.zero_grad(set_to_none=True)
         if self.initial_weights:  # L2-SP (Li, Grandvalet and Davoine 2018), decoupled
@@ -349,6 +361,8 @@ class Learner:
         With EMA the model's are the averages, and the raw weights are with the optimizer's.
         """
         raw, optimizer = dict(self.model.state_dict()), self.optimizer.state_dict()
+        if self.scaler is not None:
+            optimizer |= self.scaler.state_dict()
         if self.ema_weights is None:
             return raw, optimizer
         return self.ema_weights, optimizer | {f"raw.{name}": tensor for name, tensor in raw.items()}

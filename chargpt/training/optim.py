@@ -31,6 +31,7 @@ COEFFICIENTS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
+INITIAL_SCALE, GROWTH_INTERVAL = 2.0**16, 2_000  # those of torch.amp.GradScaler
 MOMENTUM = 0.8  # 0.95, common with far larger batches, was worse in every run
 
 
@@ -237,6 +238,50 @@ class Optimizer:
                     "another checkpoint"
                 )
             tensor.copy_(saved)
+
+
+class LossScaler:
+    """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2).
+
+    Gradients that float16 would round to zero are representable once the loss is multiplied by
+    `scale`. A step whose gradients overflow is skipped and halves the scale; `GROWTH_INTERVAL`
+    steps in a row without overflow double it. Nothing is read from the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), INITIAL_SCALE, device=device)
+        self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self.found_inf = torch.zeros((), device=device)  # 1.0 if the last gradients overflowed
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """Divide gradients by the scale, or set all to zero if one is not finite.
+
+        The means over the ranks are the same on each, and so is what follows from them.
+        """
+        self.found_inf.zero_()
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            gradients, self.found_inf, self.scale.reciprocal()
+        )
+        for gradient in gradients:
+            gradient.masked_fill_(self.found_inf.bool(), 0.0)
+
+    def update(self) -> None:
+        """Adapt the scale to whether the last gradients overflowed."""
+        torch._amp_update_scale_(
+            self.scale, self.growth_tracker, self.found_inf, 2.0, 0.5, GROWTH_INTERVAL
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors that a resumed run continues with."""
+        tracker = self.growth_tracker.float()  # checkpoints hold float32
+        return {"scaler.scale": self.scale, "scaler.growth_tracker": tracker}
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load what `state_dict` returned, if a run of this dtype has saved it."""
+        for name in ("scale", "growth_tracker"):
+            saved = tensors.get(f"scaler.{name}")
+            if saved is not None and not saved.dim():
+                getattr(self, name).copy_(saved)
 
 
 def lr_factor_at(step: int, schedule: ScheduleConfig, max_steps: int) -> float:

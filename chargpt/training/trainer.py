@@ -37,6 +37,7 @@ METRICS_SECONDS = 0.5  # least time between two writes on a GPU, where reading t
 SPEED_SECONDS = 1.0  # over which the speed is measured
 # training time that a crash may cost, in seconds and in times that saving takes (under a hundredth)
 SAVE_SECONDS, SAVE_RATIO = 60, 100
+MAX_SKIPPED = 30  # steps in a row, in float16: by then even a loss scale of 2^-14 overflows
 
 
 @dataclass
@@ -117,6 +118,7 @@ class Trainer:
         self.saved_at = math.inf  # time; `steps` sets it
         self.saving_seconds = 0.0  # for which the last save kept the training waiting
         self.last_loss: float | None = None  # of the last step whose loss was read
+        self.n_skipped = self.n_skipped_in_a_row = 0  # steps whose gradients overflowed float16
         self.last_validation: StepReport | None = None
         self.config_is_unsaved = False
         self.stopped_by: Literal["deadline", "signal"] | None = None  # before the last step
@@ -183,6 +185,11 @@ class Trainer:
         finally:
             self._finish_saving()
         self.writer.close()
+        if self.n_skipped and self.group.is_main:
+            logger.info(
+                f"{self.n_skipped:,} steps were skipped, as their gradients overflowed float16; "
+                "a few at the start, and one in a thousand later, are normal"
+            )
         self._require_saved()
 
     def _reports(self) -> Iterator[StepReport]:
@@ -344,6 +351,11 @@ class Trainer:
         records: list[dict[str, object]] = []
         try:
             for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):
+                if is_skipped := self.dtype == torch.float16 and norm == 0:
+                    factor, self.n_skipped = 0.0, self.n_skipped + 1
+                self.n_skipped_in_a_row = self.n_skipped_in_a_row + 1 if is_skipped else 0
+                if self.n_skipped_in_a_row == MAX_SKIPPED:
+                    norm = math.inf
                 self._require_finite(loss, norm, step)
                 records.append({"step": step, "loss": loss, "grad_norm": norm, "lr_factor": factor})
                 self.last_loss = loss
