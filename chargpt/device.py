@@ -312,7 +312,8 @@ def capture_graph(
                     expected = step().clone()
             stream.wait_stream(side_stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # on the stream of the warm-up: libraries have workspaces of each stream
+            with torch.cuda.graph(graph, stream=side_stream):
                 result = step()
             graph.replay()
             is_equal = is_random or torch.allclose(result, expected, rtol=1e-3, atol=1e-3)

@@ -75,7 +75,12 @@ def enable_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture `FakeGraph`s with a fake `torch.cuda`."""
     cuda = MagicMock(CUDAGraph=FakeGraph, default_generators=[MagicMock()])
     cuda.current_device.return_value = 0
-    cuda.graph = lambda graph: graph
+
+    def graph(graph: FakeGraph, *, stream: object) -> FakeGraph:
+        assert stream is cuda.stream.call_args.args[0], "libraries warm up stream by stream"
+        return graph
+
+    cuda.graph = graph
     names = "CUDAGraph Stream default_generators device current_device current_stream set_stream"
     for name in (*names.split(), "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
