@@ -89,7 +89,7 @@ REWORDED = {  # in pydantic's messages
     str(2**63): "2^63",
 }
 MESSAGES = {  # by pydantic's error type, where its own message is in Python's words
-    "string_pattern_mismatch": "expected one of auto, cpu, cuda, cuda:N, mps",
+    "string_pattern_mismatch": "expected one of auto, cpu, cuda, cuda:N, xpu, xpu:N, mps",
     "model_type": "expected a section with `key: value` lines",
     "tuple_type": "expected a list",
     "callable_type": "expected a function",
@@ -405,12 +405,12 @@ class Config(Settings):
 
     seed: int = Field(1337, ge=0, lt=2**63)
     """Seed of initial weights, batches and dropout."""
-    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
-    """`auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto`: a GPU if there is one."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$")
+    """`auto`, `cpu`, `cuda`, `cuda:N`, `xpu`, `xpu:N` or `mps`; `auto`: a GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of matrix products (autocast); weights stay float32. `auto`: bfloat16 on CUDA GPUs that
-    have it, float16 on V100 and T4, and bfloat16 on x86 CPUs where it is measured as over 1.5 times
-    as fast. float16 scales the loss."""
+    """Dtype of matrix products (autocast); weights stay float32. `auto`: bfloat16 on CUDA, ROCm and
+    Intel GPUs that have it, float16 on V100 and T4; either on Apple GPUs, and bfloat16 on x86 CPUs,
+    where it is measured as over 1.5 times as fast. float16 scales the loss."""
     deterministic: bool = False
     """Bitwise reproducible results on CUDA, at some cost in speed."""
     threads: int | None = Field(None, ge=1, le=4096)

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,6 +31,7 @@ MIN_SPEED = 0.5  # fraction of the highest speed: below it, threads are chosen a
 RETRY_SECONDS = 20.0  # after which more threads are tried again
 TYPICAL_BYTES = 250_000_000  # of memory after imports
 MAX_CPU_INFO = 10_000  # characters of /proc/cpuinfo: the first processor and more
+NO_GPU = "no GPU found"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -38,27 +40,85 @@ CGROUP_LIMITS = (
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
-    """Return the device for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`, and why `auto` chose it.
+    """Return the device for `auto`, `cpu`, `cuda[:N]`, `xpu[:N]` or `mps`, and why `auto` chose it.
+
+    `auto` is a GPU that can run a kernel, or else the CPU.
 
     Raises:
-        DeviceError: it is none of these, or this machine has no such device.
+        DeviceError: it is none of these, or this machine has no such device or cannot use it.
     """
-    local_rank, is_auto = rank_variable("LOCAL_RANK"), name == "auto"
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    available = ["cpu", "mps"] if torch.backends.mps.is_available() else ["cpu"]
-    available += [f"cuda:{index}" for index in range(count)]
-    if count and name in ("auto", "cuda"):
-        name = f"cuda:{local_rank % count}"
-    elif is_auto:
-        name = available[-1]
-    if name not in available:
-        choices = ", ".join(available)
-        raise DeviceError(f"device {name!r} is not available; set it to auto or one of {choices}")
-    device = torch.device(name)
-    if count and is_auto:
-        return device, f"found {torch.cuda.get_device_name(device)}"
-    reason = "found an Apple GPU" if name == "mps" else "no GPU found"
-    return device, reason if is_auto else ""
+    if name == "cpu":
+        return torch.device("cpu"), ""
+    is_auto, (kind, count, fault) = name == "auto", _find_gpus()
+    gpus = [kind if kind == "mps" else f"{kind}:{index}" for index in range(count)]
+    if gpus and name in ("auto", kind):
+        name = gpus[rank_variable("LOCAL_RANK") % count]
+    if name in gpus:
+        device = torch.device(name)
+        found, fault = _try_kernel(device)
+        if not fault:
+            return device, f"found {found}" if is_auto else ""
+    if is_auto:
+        return torch.device("cpu"), fault or NO_GPU
+    if fault and name.partition(":")[0] == kind:
+        raise DeviceError(f"cannot use {name}: {fault}")
+    choices = ", ".join(["cpu", *gpus])
+    raise DeviceError(f"device {name!r} is not available; set it to auto or one of {choices}")
+
+
+def _find_gpus() -> tuple[str, int, str]:
+    """Return the type and the number of GPUs, and what keeps their driver from starting."""
+    built_for = torch.accelerator.current_accelerator()
+    kind = built_for.type if built_for else ""
+    if kind not in ("cuda", "xpu", "mps"):
+        return "", 0, ""
+    module = torch.get_device_module(kind)
+    with warnings.catch_warnings(action="ignore"):  # of the driver: `init` raises the same
+        count = module.device_count() if module.is_available() else 0
+        try:
+            if not count and kind == "cuda":
+                module.init()
+        except RuntimeError as error:
+            if not re.match("Found no NVIDIA driver|No (CUDA|HIP) GPUs", str(error)):
+                return kind, 0, _fault("the GPU", error, is_old=True)
+    return kind, count, ""
+
+
+@functools.cache
+def _try_kernel(device: torch.device) -> tuple[str, str]:
+    """Return a GPU's name, and why it cannot run a kernel or an empty string."""
+    name, is_old = "an Apple GPU" if device.type == "mps" else "the GPU", False
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of old cards: the error says the same
+            if device.type != "mps":
+                name = torch.get_device_module(device).get_device_name(device)
+            if torch.version.cuda:
+                is_old = torch.cuda.get_device_capability(device) < (7, 5)
+            torch.ones(1, device=device).add_(1).item()
+    except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
+        return name, _fault(name, error, is_old=is_old)
+    return name, ""
+
+
+def _fault(name: str, error: Exception, *, is_old: bool) -> str:
+    """Return why a GPU cannot be used, with the remedy for its error.
+
+    Old cards and drivers need torch's build for CUDA 12.6: later ones have no kernels for compute
+    capability 7.0 and less.
+    """
+    version, message = torch.__version__.partition("+")[0], str(error)
+    source = "https://pytorch.org/get-started/locally"
+    if is_old:
+        index = "https://download.pytorch.org/whl/cu126"
+        source = f"pip install --force-reinstall torch=={version} --index-url {index}"
+    if re.search("no kernel image|invalid device function", message):  # of CUDA, of HIP
+        return f"{name} has no kernels in torch {version}; install a build that has them: {source}"
+    if "driver on your system is too old" in message:
+        remedy = f"update it, or install a build for it: {source}"
+        return f"the NVIDIA driver is too old for torch {version}; {remedy}"
+    cause = re.split(r"[\n]|[.] (?=[A-Z])| - ", re.sub(r".*(?=Error \d)", "", message))[0]
+    remedy = "end what else uses it, restart the machine or update its driver"
+    return f"{name} does not start ({cause:.200}); {remedy}"
 
 
 def configure(device: torch.device, *, deterministic: bool = False) -> None:
@@ -77,25 +137,33 @@ def configure(device: torch.device, *, deterministic: bool = False) -> None:
 def choose_dtype(device: torch.device, name: str) -> tuple[torch.dtype, str]:
     """Return the dtype of matrix products (autocast), and why `auto` chose it.
 
-    Weights stay float32. `auto` takes bfloat16 on CUDA from compute capability 8.0, float16 from
-    7.0 (V100, T4), on an x86 CPU with bfloat16 instructions bfloat16 if it is measured as over 1.5
-    times as fast; else float32.
+    Weights stay float32. `auto` takes bfloat16 where torch says that a CUDA, ROCm or Intel GPU has
+    it, float16 on CUDA from compute capability 7.0 (V100, T4), and either, on other GPUs, or
+    bfloat16, on an x86 CPU with instructions for it, if measured as over 1.5 times as fast.
     """
     if name != "auto":
         return DTYPES[name], ""
+    if device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        with module.device(device):  # the next call asks the current device
+            if module.is_bf16_supported(including_emulation=False):
+                return torch.bfloat16, "this GPU computes in it natively"
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= (8, 0):
-            return torch.bfloat16, "this GPU computes in it natively"
-        if capability >= (7, 0):
+        if torch.cuda.get_device_capability(device) >= (7, 0):
             return torch.float16, "this GPU computes in it natively, but not in bfloat16"
         return torch.float32, "this GPU has no faster format"
-    if device.type == "cpu" and re.search("avx512_bf16|amx_bf16", _cpu_info()):
-        gain = _bfloat16_gain()
-        if gain > 1.5:
-            return torch.bfloat16, f"{gain:.1f} times as fast here"
-        return torch.float32, "bfloat16 is not over 1.5 times as fast here"
-    return torch.float32, "this device has no faster format"
+    dtypes = [torch.bfloat16, torch.float16]
+    if device.type == "cpu":
+        if not re.search("avx512_bf16|amx_bf16", _cpu_info()):
+            return torch.float32, "this device has no faster format"
+        dtypes.pop()
+    gains = _gains(device, dtypes)
+    fast = [dtype for dtype in dtypes if gains[dtype] > 1.5]
+    if not fast:
+        return torch.float32, "no 16-bit format is over 1.5 times as fast here"
+    # float16 only if it is clearly faster, because it needs loss scaling
+    dtype = fast[-1] if gains[fast[-1]] > MIN_GAIN * gains[fast[0]] else fast[0]
+    return dtype, f"{gains[dtype]:.1f} times as fast here"
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
@@ -123,20 +191,27 @@ def _cpu_info() -> str:
     return ""
 
 
-def _bfloat16_gain() -> float:
-    """Return how many times as fast as float32 bfloat16 multiplies matrices of a small GPT's size.
+def _gains(device: torch.device, dtypes: list[torch.dtype]) -> dict[torch.dtype, float]:
+    """Return how many times as fast as float32 each dtype multiplies matrices; 0 if it cannot.
+
+    The matrices have the size of a small GPT's on a CPU. On a GPU these would time kernel launches.
 
     Other processes interrupt single products for a few milliseconds. In alternation an
     interruption spoils few of the timings, of which the fastest count.
     """
-    seconds = {torch.float32: math.inf, torch.bfloat16: math.inf}
+    rows, inner, columns = (1024, 128, 384) if device.type == "cpu" else (2048, 2048, 2048)
+    seconds = dict.fromkeys([torch.float32, *dtypes], math.inf)
     for _ in range(N_TIMINGS):
         for dtype in seconds:
-            left, right = torch.ones(1024, 128, dtype=dtype), torch.ones(128, 384, dtype=dtype)
-            start = time.perf_counter()
-            left @ right
-            seconds[dtype] = min(seconds[dtype], time.perf_counter() - start)
-    return seconds[torch.float32] / seconds[torch.bfloat16]
+            with contextlib.suppress(RuntimeError, TypeError):  # macOS before 14 has no bfloat16
+                left = torch.ones(rows, inner, dtype=dtype, device=device)
+                right = torch.ones(inner, columns, dtype=dtype, device=device)
+                synchronize(device)
+                start = time.perf_counter()
+                left @ right
+                synchronize(device)
+                seconds[dtype] = min(seconds[dtype], time.perf_counter() - start)
+    return {dtype: seconds[torch.float32] / seconds[dtype] for dtype in dtypes}
 
 
 def tune_malloc() -> bool:
@@ -245,9 +320,16 @@ class ThreadTuner:
 
 
 def memory_limit(device: torch.device | None = None) -> int:
-    """Return the bytes of memory on a CUDA device, or else of this machine or its cgroup."""
-    if device is not None and device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
+    """Return the bytes of memory of a GPU that this process may use, or of the machine or cgroup.
+
+    On CUDA and Intel GPUs these are free or already reserved by this process.
+    """
+    if device is not None and device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        with contextlib.suppress(RuntimeError):  # an integrated Intel GPU uses the machine's memory
+            return int(module.mem_get_info(device)[0] + module.memory_reserved(device))
+    if device is not None and device.type == "mps":
+        return torch.mps.recommended_max_memory()
     if not hasattr(os, "sysconf"):
         return 2**63  # unknown: Windows has no sysconf
     limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -335,10 +417,8 @@ def capture_graph(
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work (host-device sync), for timing."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import time
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -175,7 +176,10 @@ def init_process_group() -> RankGroup:
     try:
         shared, rank, size = next(iter(rendezvous("env://")))
         store = _new_store(shared, is_main=rank == 0)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        with warnings.catch_warnings(action="ignore"):  # `choose_device` says what they say
+            gpu = torch.accelerator.current_accelerator(check_available=True)
+        backends = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+        backend = backends.get(gpu.type if gpu else "cpu", "gloo")
         timeout = timedelta(seconds=TIMEOUT_SECONDS)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:

@@ -352,7 +352,7 @@ def test_an_error_in_an_override_has_no_line_of_the_file(write) -> None:
         (["schedule.decay_points=[[30, 30]]"], "each step must be less than its end"),
         (["schedule.decay_points=[[30, 90], [30, 80]]"], "the steps must be strictly increasing"),
         (["schedule.decay_points=[[-1, 90]]"], "schedule.decay_points"),
-        (["device=tpu"], "expected one of auto, cpu, cuda, cuda:N, mps (it is 'tpu')"),
+        (["device=tpu"], "expected one of auto, cpu, cuda, cuda:N, xpu, xpu:N, mps (it is 'tpu')"),
         (["device=cuda:x"], "expected one of"),
     ],
 )

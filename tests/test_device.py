@@ -1,9 +1,13 @@
 """Choice of device, dtype and CPU threads, memory settings, and the process group."""
 
 import platform
+import re
+import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,6 +25,7 @@ from chargpt.device import (
     default_threads,
     dtype_name,
     measure_threads,
+    memory_limit,
     tune_malloc,
 )
 from chargpt.distributed import (
@@ -32,49 +37,142 @@ from chargpt.distributed import (
 from chargpt.errors import DeviceError
 from chargpt.store.run import load_run
 from chargpt.text.prepare import load_corpus
+from chargpt.training import trainer as trainer_module
 from chargpt.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 TINY = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "threads": 1}
 
 
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    device_module._try_kernel.cache_clear()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    yield
+    device_module._try_kernel.cache_clear()
 
 
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+def fake_gpus(
+    monkeypatch: pytest.MonkeyPatch, kind: str = "cuda", count: int = 2, **of_module: object
+) -> MagicMock:
+    """Let torch find GPUs, whose kernels work; return the fake `torch.cuda` or `torch.xpu`."""
+    module = MagicMock()
+    module.configure_mock(
+        **{"is_available.return_value": True, "device_count.return_value": count},
+        **{"get_device_name.return_value": "a GPU", **of_module},
+    )
+    gpu = torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: gpu)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(torch, "ones", MagicMock())
+    return module
 
 
-@pytest.mark.usefixtures("no_gpu")
 def test_auto_uses_an_apple_gpu_or_the_cpu_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("auto") == (CPU, "no GPU found")
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert choose_device("auto")[0] == choose_device("mps")[0] == torch.device("mps")
+    fake_gpus(monkeypatch, "mps", 1)
+    assert choose_device("auto") == (torch.device("mps"), "found an Apple GPU")
+    assert choose_device("mps") == (torch.device("mps"), "")
 
 
-@pytest.mark.usefixtures("two_gpus")
-def test_auto_uses_one_gpu_per_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_device("auto") == (torch.device("cuda", 0), "found a GPU")
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_auto_uses_one_gpu_per_local_rank(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, kind)
+    assert choose_device("auto") == (torch.device(kind, 0), "found a GPU")
     assert choose_device("cpu") == (CPU, "")
     for rank, index in (("1", 1), ("2", 0)):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        assert choose_device("auto")[0] == choose_device("cuda")[0] == torch.device("cuda", index)
-        assert choose_device("cuda:1")[0] == torch.device("cuda", 1)
-    with pytest.raises(DeviceError, match=r"'cuda:2' is not available; .* cpu, cuda:0, cuda:1"):
-        choose_device("cuda:2")
+        assert choose_device("auto")[0] == choose_device(kind)[0] == torch.device(kind, index)
+        name = load_config("gpt").with_values({"device": f"{kind}:1"}).device
+        assert choose_device(name)[0] == torch.device(kind, 1)
+    with pytest.raises(DeviceError, match=f"'{kind}:2' is not available; .* cpu, {kind}:0, {kind}"):
+        choose_device(f"{kind}:2")
 
 
-@pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize("name", [*"cuda cuda:0 mps tpu cuda: cuda:x CPU".split(), ""])
+@pytest.mark.parametrize("name", [*"cuda cuda:0 xpu mps tpu cuda: cuda:x CPU".split(), ""])
 def test_an_unavailable_or_unknown_device_is_rejected(name: str) -> None:
     with pytest.raises(DeviceError, match=r"is not available; set it to auto or one of cpu$"):
         choose_device(name)
+
+
+VERSION = torch.__version__.partition("+")[0]
+NO_KERNEL = "no kernel image is available for execution on the device\nCompile with `TORCH_USE"
+OLD_BUILD = f"pip install --force-reinstall torch=={VERSION} --index-url https://.*/cu126$"
+
+
+@pytest.mark.parametrize(
+    ("capability", "error", "reason"),
+    [
+        ((6, 0), f"CUDA error: {NO_KERNEL}", f"P100 has no kernels in torch .*: {OLD_BUILD}"),
+        ((12, 0), f"CUDA error: {NO_KERNEL}", "P100 has no kernels in torch .*get-started/locally"),
+        (None, "HIP error: invalid device function\n", "P100 has no kernels in torch .*/locally"),
+        ((9, 0), "CUDA error: out of memory\nSearch", r"P100 does not start \(.* memory\); end "),
+    ],
+)
+def test_a_gpu_that_runs_no_kernel_is_refused_and_auto_uses_the_cpu(
+    capability: object, error: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = fake_gpus(monkeypatch)
+    cuda.get_device_name.side_effect = lambda _: warnings.warn("old", stacklevel=1) or "P100"
+    monkeypatch.setattr(torch.version, "cuda", capability and "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    kernel = MagicMock(side_effect=torch.AcceleratorError(error))
+    monkeypatch.setattr(torch, "ones", kernel)
+    with warnings.catch_warnings(action="error"):
+        device, why = choose_device("auto")
+    assert device == CPU
+    assert re.match(reason, why)
+    with pytest.raises(DeviceError, match=f"^cannot use cuda:0: {reason}") as caught:
+        choose_device("cuda")
+    assert "\n" not in str(caught.value)
+    assert kernel.call_count == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            "The NVIDIA driver on your system is too old (found version 12040). Please update",
+            f"the NVIDIA driver is too old for torch .*: {OLD_BUILD}",
+        ),
+        (
+            "CUDA unknown error - this may be due to an incorrect environment, e.g. changing env",
+            r"the GPU does not start \(CUDA unknown error\); .*restart the machine",
+        ),
+        (
+            "Unexpected error from cudaGetDeviceCount(). Did you run some? Error 804: no such HW",
+            r"the GPU does not start \(Error 804: no such HW\); ",
+        ),
+        ("No CUDA GPUs are available", ""),
+        ("Found no NVIDIA driver on your system. Please check", ""),
+    ],
+)
+def test_a_driver_that_does_not_start_is_told_from_no_gpu(
+    error: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = fake_gpus(monkeypatch, count=0)
+    cuda.is_available.side_effect = lambda: bool(warnings.warn(error, stacklevel=1))
+    cuda.init.side_effect = RuntimeError(error)
+    with warnings.catch_warnings(action="error"):
+        assert choose_device("cpu") == (CPU, "")
+        device, why = choose_device("auto")
+    assert device == CPU
+    assert re.match(reason or "no GPU found$", why)
+    expected = f"cannot use cuda: {reason}" if reason else "'cuda' is not available"
+    with pytest.raises(DeviceError, match=expected):
+        choose_device("cuda")
+
+
+def test_training_computes_on_the_gpu_that_was_chosen(
+    monkeypatch: pytest.MonkeyPatch, verse: Path
+) -> None:
+    current = MagicMock()
+    monkeypatch.setattr(torch.accelerator, "set_device_index", current)
+    for index in (None, 0):  # Apple's has none
+        device = torch.device("cpu") if index is None else torch.device("cpu", index)
+        monkeypatch.setattr(trainer_module, "choose_device", lambda _, device=device: (device, ""))
+        Trainer(load_config().with_values(TINY), load_corpus(TextConfig(path=str(verse))))
+    current.assert_called_once_with(0)
 
 
 def test_a_configured_dtype_is_used() -> None:
@@ -83,30 +181,65 @@ def test_a_configured_dtype_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "flags", "gain", "expected"),
+    ("device", "capability", "flags", "gains", "expected"),
     [
-        ("cuda", (9, 0), "", 1.0, torch.bfloat16),
-        ("cuda", (8, 0), "", 1.0, torch.bfloat16),
-        ("cuda", (7, 5), "", 1.0, torch.float16),
-        ("cuda", (6, 1), "", 1.0, torch.float32),
-        ("mps", None, "", 1.0, torch.float32),
-        ("cpu", None, "avx512f avx512_bf16", 10.0, torch.bfloat16),
-        ("cpu", None, "avx512f avx512_bf16", 1.1, torch.float32),
-        ("cpu", None, "avx512f", 10.0, torch.float32),
+        ("cuda", (9, 0), "", (), torch.bfloat16),  # also ROCm, where torch says so of all cards
+        ("cuda", (8, 0), "", (), torch.bfloat16),
+        ("cuda", (7, 5), "", (), torch.float16),
+        ("cuda", (7, 0), "", (), torch.float16),
+        ("cuda", (6, 1), "", (), torch.float32),
+        ("xpu", (8, 0), "", (), torch.bfloat16),
+        ("xpu", (0, 0), "", (1.0, 1.8), torch.float16),
+        ("mps", None, "", (1.4, 1.4), torch.float32),
+        ("mps", None, "", (1.6, 1.9), torch.bfloat16),
+        ("mps", None, "", (1.6, 2.1), torch.float16),
+        ("mps", None, "", (0.0, 1.6), torch.float16),  # before macOS 14
+        ("cpu", None, "avx512f avx512_bf16", (10.0,), torch.bfloat16),
+        ("cpu", None, "avx512f avx512_bf16", (1.1,), torch.float32),
+        ("cpu", None, "avx512f", (10.0,), torch.float32),
     ],
 )
-def test_auto_uses_a_16_bit_format_where_it_is_native_and_on_a_cpu_if_measured_as_faster(
+def test_auto_uses_a_16_bit_format_where_it_is_native_or_measured_as_faster(
     device: str,
-    capability: object,
+    capability: Any,
     flags: str,
-    gain: float,
+    gains: tuple[float, ...],
     expected: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    gpu = fake_gpus(monkeypatch, device)
+    gpu.is_bf16_supported = lambda *, including_emulation: capability >= (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(device_module, "_cpu_info", lambda: flags)
-    monkeypatch.setattr(device_module, "_bfloat16_gain", lambda: gain)
+    monkeypatch.setattr(
+        device_module, "_gains", lambda _, dtypes: dict(zip(dtypes, gains, strict=True))
+    )
     assert choose_dtype(torch.device(device), "auto")[0] == expected
+
+
+def test_the_gain_of_a_format_that_the_device_does_not_have_is_zero(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ones = torch.ones
+
+    def without_bfloat16(*size: int, dtype: torch.dtype, **_: object) -> torch.Tensor:
+        if dtype == torch.bfloat16:
+            raise TypeError("BFloat16 is not supported on MPS")
+        return ones(8, 8)
+
+    monkeypatch.setattr(torch, "ones", without_bfloat16)
+    gains = device_module._gains(CPU, [torch.bfloat16, torch.float16])
+    assert gains[torch.bfloat16] == 0 < gains[torch.float16]
+
+
+def test_the_memory_of_a_gpu_is_what_is_free_or_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = fake_gpus(monkeypatch)
+    gpu.mem_get_info.return_value, gpu.memory_reserved.return_value = (3, 80), 4
+    assert [memory_limit(torch.device(kind, 0)) for kind in ("cuda", "xpu")] == [7, 7]
+    gpu.mem_get_info.side_effect = RuntimeError("doesn't support querying the free memory")
+    assert memory_limit(torch.device("xpu", 0)) == memory_limit()  # an integrated GPU
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 5)
+    assert memory_limit(torch.device("mps")) == 5
 
 
 @pytest.mark.parametrize("missing", [None, "AMD", "AVX512", "MKL"])
@@ -165,18 +298,24 @@ def test_the_errors_of_a_lost_rank_are_known(message: str, monkeypatch: pytest.M
         assert not is_lost_rank_error(RuntimeError(other))
 
 
-def test_ranks_on_gpus_agree_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("mps", "gloo")],
+)
+def test_ranks_on_gpus_agree_over_gloo(
+    kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backends = []
     rendezvous = import_module("torch.distributed.rendezvous")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    fake_gpus(monkeypatch, kind)
     monkeypatch.setattr(rendezvous, "rendezvous", lambda _: iter([(HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     group = init_process_group()
-    assert backends == ["cpu:gloo,cuda:nccl"]
+    assert backends == [backend]
     assert group._scalar(1).device == CPU
 
 

@@ -8,6 +8,7 @@ import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -615,17 +616,22 @@ def test_a_shipped_bigram_trains_to_the_loss_of_the_counted_bigram(
 
 
 def test_a_run_of_a_missing_device_resumes_on_the_cpu_in_the_dtype_asked_for(
-    corpus: Corpus, tmp_path: Path
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found = Mock(return_value=(torch.device("cpu"), "a P100 has no kernels"))
+    monkeypatch.setattr("chargpt.training.resume.choose_device", found)
     folder = RunFolder(tmp_path / "run")
     trainer = start_trainer(tiny_config(**{"train.max_steps": 4}), corpus, folder.path)
-    missing = "mps" if torch.cuda.is_available() else "cuda"
-    trainer.config = trainer.config.with_values({"device": missing, "dtype": "bfloat16"})
+    trainer.config = trainer.config.with_values({"device": "cuda", "dtype": "bfloat16"})
     trainer.save()
     _, config, notes = resume(folder, {})
-    assert (config.device != missing, config.dtype) == (True, "auto")
-    assert any(f"{missing} is not available" in note for note in notes)
+    assert (config.device, config.dtype) == ("cpu", "auto")
+    reason = "cuda is not available, so the run continues on cpu (a P100 has no kernels)"
+    assert reason in notes
     assert resume(folder, {"dtype": "float32"})[1].dtype == "float32"
+    found.reset_mock()
+    assert resume(folder, {"device": "cpu"})[1].device == "cpu"
+    assert not found.called  # which would start the driver of a GPU
 
 
 def continued(before: Config, max_steps: int, step: int) -> Config:

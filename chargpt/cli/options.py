@@ -51,7 +51,8 @@ ConfigName = Annotated[
 Device = Annotated[
     str | None,
     typer.Option(
-        metavar="DEVICE", help="auto, cpu, cuda, cuda:N or mps; auto, a GPU if any, by default."
+        metavar="DEVICE",
+        help="auto, cpu, cuda, cuda:N, xpu, xpu:N or mps; by default auto, a GPU if there is one.",
     ),
 ]
 Encoding = Annotated[

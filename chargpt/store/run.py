@@ -168,7 +168,7 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     Args:
         path: the run's folder.
         checkpoint: `best`, `latest`, or a step's number.
-        device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
+        device: `auto`, `cpu`, `cuda`, `cuda:N`, `xpu`, `xpu:N` or `mps`.
 
     Raises:
         RunError: there is no such run or checkpoint, or it is damaged.

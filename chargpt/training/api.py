@@ -55,7 +55,7 @@ def train(
         start: what to do about a run that exists in `out`: `new` rejects it, `resume` continues it
             (or the run in `path`, by default the newest), `new or resume` begins where there is
             none, `replace` renames it to NAME.old.
-        device: `auto`, `cpu`, `cuda`, `cuda:N` or `mps`.
+        device: `auto`, `cpu`, `cuda`, `cuda:N`, `xpu`, `xpu:N` or `mps`.
         encoding: of the text; by default UTF-8, or what its byte order mark says.
         progress: show a progress bar on stderr; in a Jupyter notebook, where it is the default, a
             widget if ipywidgets is installed, with the plan before it and the results below.

@@ -42,6 +42,8 @@ from chargpt.training.optim import LossScaler, Optimizer
 SAMPLE_LENGTH = 200  # characters
 N_DOCUMENTS = 5  # per sample, of a list of documents
 MAX_RESIDENT_BYTES = 2**31  # of tokens on a GPU
+# to which copies need not synchronise; others may read the source after it is freed
+ASYNC_DEVICES = ("cuda", "xpu")
 # PyTorch's, of the whole process: what a thread draws from it follows from the seed that it has set
 _generator = threading.Lock()
 
@@ -168,8 +170,7 @@ class Learner:
         """Run the step's micro-batches forward and backward; return this rank's mean loss."""
         n_rows = self.train_config.micro_batches * self.micro_batch_size
         rows = slice(self.group.rank * n_rows, (self.group.rank + 1) * n_rows)
-        # other devices may read a non-blocking copy after its source is freed
-        non_blocking = self.device.type == "cuda"
+        non_blocking = self.device.type in ASYNC_DEVICES
         batch = self.batches.at(step, rows).to(self.device, non_blocking=non_blocking)
         total = torch.zeros((), device=self.device)
         for number, micro_batch in enumerate(torch.split(batch, self.micro_batch_size)):
@@ -390,11 +391,10 @@ class Learner:
     def _wrap_for_ddp(self) -> torch.nn.Module:
         if self.group.is_alone or self.captured_update is not None:
             return self.model
-        devices = [self.device] if self.device.type == "cuda" else None
         with warnings.catch_warnings():
             # the argument's new name is missing from older supported versions
             warnings.filterwarnings("ignore", "`?broadcast_buffers", FutureWarning)
-            return DistributedDataParallel(self.model, device_ids=devices, broadcast_buffers=False)
+            return DistributedDataParallel(self.model, broadcast_buffers=False)
 
 
 @dataclass
@@ -430,9 +430,10 @@ class Batches:
         if self.resident is not None:
             tokens, index = self.resident
             first = torch.from_numpy(offsets)
-            if tokens.is_cuda:  # a copy from pinned memory does not synchronise
+            is_async = tokens.device.type in ASYNC_DEVICES
+            if is_async:  # a copy from pinned memory does not synchronise
                 first = first.pin_memory()
-            return tokens[first.to(tokens.device, non_blocking=tokens.is_cuda) + index].long()
+            return tokens[first.to(tokens.device, non_blocking=is_async) + index].long()
         positions = offsets + np.arange(self.block_size + 1)  # (B, T + 1)
         return torch.from_numpy(self.tokens[positions].astype(np.int64))
 

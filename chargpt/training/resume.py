@@ -239,11 +239,14 @@ def continued_config(saved: Checkpoint, config: Config) -> Config:
 
 def _on_this_machine(config: Config, saved: Checkpoint, changes: Mapping[str, object]) -> Config:
     """Return the config with a device and threads that this machine has."""
-    device, _ = choose_device("auto")
-    if config.device.split(":")[0] not in ("cpu", device.type) and "device" not in changes:
-        logger.warning(f"{config.device} is not available, so the run continues on {device.type}")
-        dtype = {} if "dtype" in changes else {"dtype": "auto"}
-        config = config.with_values({"device": device.type, **dtype})
+    kind = config.device.split(":")[0]
+    if kind != "cpu" and "device" not in changes:
+        device, reason = choose_device("auto")
+        if kind != device.type:
+            now = f"{device.type} ({reason})"
+            logger.warning(f"{config.device} is not available, so the run continues on {now}")
+            dtype = {} if "dtype" in changes else {"dtype": "auto"}
+            config = config.with_values({"device": device.type, **dtype})
     if (config.threads or 0) > (os.cpu_count() or 1):
         config = config.with_values({"threads": None})  # saved on a machine with more cores
     threads = config.threads or torch.get_num_threads()

@@ -94,8 +94,9 @@ class Trainer:
                 "an Apple GPU trains with one process; start without torchrun, or set device to cpu"
             )
         configure(self.device, deterministic=config.deterministic)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # CUDA graphs are captured on the current device
+        if self.device.index is not None:
+            # CUDA graphs are captured on the current device
+            torch.accelerator.set_device_index(self.device.index)
         dtype, self.dtype_reason = choose_dtype(self.device, config.dtype)
         # each rank measures its own speed: rank 0 decides
         resolved = {
