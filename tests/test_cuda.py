@@ -6,7 +6,7 @@ import pytest
 import torch
 from noise import noisy_model, random_tokens
 
-from chargpt.analysis.doctor import TOLERANCE, gradient_error
+from chargpt.analysis.doctor import TOLERANCE, decoding_error, gradient_error
 from chargpt.config import SampleConfig, TextConfig, load_config
 from chargpt.device import capture_graph
 from chargpt.inference import decoders
@@ -65,9 +65,13 @@ def losses(corpus: Corpus, folder: Path | None = None, **values: object) -> list
     return [float(report.loss) for report in trainer.steps() if report.loss is not None]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_gradients_of_a_step_equal_those_of_the_cpu(dtype: torch.dtype) -> None:
     assert gradient_error(CUDA, dtype) < TOLERANCE[dtype]
+
+
+def test_decoding_past_the_block_size_equals_that_of_the_cpu() -> None:
+    assert decoding_error(CUDA) < TOLERANCE[torch.float32]
 
 
 def test_training_losses_are_close_to_those_of_the_cpu(corpus: Corpus) -> None:

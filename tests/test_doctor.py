@@ -12,6 +12,7 @@ from conftest import Cli
 
 from chargpt.analysis import doctor
 from chargpt.analysis.doctor import describe_gpu, gradient_error, matmul_flops, run_checks
+from chargpt.inference.decoders import NumpyDecoder
 
 CPU = torch.device("cpu")
 
@@ -31,24 +32,46 @@ def test_gradient_error_is_within_the_precision_of_the_dtype() -> None:
     assert gradient_error(CPU, torch.float64) == 0
     assert 1e-9 < gradient_error(CPU, torch.float32) < 1e-5
     assert 1e-4 < gradient_error(CPU, torch.bfloat16) < 0.1
+    assert 1e-4 < gradient_error(CPU, torch.float16) < 0.02
 
 
-def test_a_device_with_wrong_gradients_is_reported(
-    monkeypatch: pytest.MonkeyPatch, cli: Cli
+@pytest.mark.parametrize("name", ["gradient", "decoding"])
+def test_a_device_with_wrong_gradients_or_decoding_is_reported(
+    name: str, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    assert advice("gradient") == ""
+    assert advice(name) == ""
     exact = doctor.gradient_function
 
     def wrong(device: torch.device, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
         gradient = exact(device, dtype)
         return gradient if dtype == torch.float64 else lambda: gradient() * 1.2
 
-    monkeypatch.setattr(doctor, "gradient_function", wrong)
-    assert "gradients are wrong" in advice("gradient")
+    if name == "gradient":
+        monkeypatch.setattr(doctor, "gradient_function", wrong)
+    else:  # keys and values of the newer half are not moved to the front
+        monkeypatch.setattr(
+            NumpyDecoder, "_evict_oldest_half", lambda self: setattr(self, "length", 32)
+        )
+    assert f"{name} is wrong" in advice(name)
     for words in ((), ("--json",)):
         done = cli("doctor", "--device", "cpu", *words)
         assert done.returncode == 1
-        assert "gradients are wrong" in done.stdout
+        assert f"{name} is wrong" in done.stdout
+
+
+def test_an_unusable_gpu_gives_advice_and_a_missing_format_has_no_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def speed(device: torch.device, dtype: torch.dtype) -> float:
+        if dtype == torch.bfloat16:
+            raise TypeError("BFloat16 is not supported on MPS")
+        return 1e9
+
+    monkeypatch.setattr(doctor, "matmul_flops", speed)
+    monkeypatch.setattr(doctor, "choose_device", lambda name: (CPU, "a P100 has no kernels"))
+    checks = run_checks()
+    assert checks[0].advice == "a P100 has no kernels"
+    assert [each.name for each in checks if "matmul" in each.name] == ["float32 matmul"]
 
 
 def test_speed_is_floating_point_operations_per_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def enable_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     names = "CUDAGraph Stream default_generators device current_device current_stream set_stream"
     for name in (*names.split(), "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    for module in (learner, decoders):
+    for module in (learner, decoders, doctor):
         monkeypatch.setattr(module, "can_capture", lambda device: True)
     monkeypatch.setattr(FakeGraph, "replays", 0)
 
@@ -171,6 +171,8 @@ def test_a_decoder_replays_one_cuda_graph_and_does_without_one_that_gives_anothe
     model = noisy_model(block_size=8)
     enable_graphs(monkeypatch)
     assert doctor._check_graphs(CPU).value == "captured and replayed"
+    assert doctor.decoding_error(CPU) < 1e-5
+    assert FakeGraph.replays > 2 * 64
     plain, captured = ModelDecoder(model, 3), GraphDecoder(model, 3)
     FakeGraph.replays = 0
     for each in np.arange(60).reshape(20, 3) % 11:

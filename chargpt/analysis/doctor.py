@@ -1,5 +1,6 @@
 """Checks of this machine: device, dtype, speed, correctness, disk."""
 
+import contextlib
 import math
 import os
 import shutil
@@ -9,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from chargpt.config import ModelConfig
 from chargpt.device import (
+    NO_GPU,
     autocast,
     can_capture,
     capture_graph,
@@ -24,13 +27,15 @@ from chargpt.device import (
     synchronize,
 )
 from chargpt.errors import CaptureError
-from chargpt.models import build_model
+from chargpt.inference.decoders import Decoder, GraphDecoder, ModelDecoder, NumpyDecoder
+from chargpt.models.gpt import GPT
 
 MATRIX_SIZE = 1024  # rows and columns of the matrices that measure a CPU's speed
 GPU_MATRIX_SIZE = 8192  # smaller products would measure kernel launches
 GPU_FACTS = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
 MIN_MEASURED_SECONDS = 0.3
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # relative error of a gradient
+# relative error of gradients and logits
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 MIN_FREE_BYTES = 1_000_000_000  # of disk: about ten checkpoints of ten million parameters
 
 
@@ -52,21 +57,27 @@ def run_checks(device_name: str = "auto") -> list[Check]:
     """
     device, reason = choose_device(device_name)
     dtype, _ = choose_dtype(device, "auto")
+    advice = reason if device.type == "cpu" and reason != NO_GPU else ""
+    why = "see the advice" if advice else reason
     checks = [
-        Check("device", f"{device.type} ({reason or 'as asked'})"),
+        Check("device", f"{device.type} ({why or 'as asked'})", advice),
         Check("dtype", dtype_name(dtype)),
     ]
-    if device.type == "cuda":
+    if device.type == "cuda" and not torch.version.hip:
         checks.append(Check("GPU", describe_gpu() or "nvidia-smi does not answer"))
     if can_capture(device):
         checks.append(_check_graphs(device))
     if device.type == "cpu":
         checks.append(_check_threads())
-    for kind in (torch.float32, torch.bfloat16):
-        speed = matmul_flops(device, kind)
-        checks.append(Check(f"{dtype_name(kind)} matmul", f"{speed / 1e9:,.0f} GFLOP/s"))
-    checks += [_check_gradient(device, dtype), _check_disk()]
-    return [*checks, Check("torch", torch.__version__)]
+    for kind in (torch.float32, torch.bfloat16, *[torch.float16] * (device.type != "cpu")):
+        with contextlib.suppress(RuntimeError, TypeError):  # macOS before 14 has no bfloat16
+            speed = matmul_flops(device, kind)
+            checks.append(Check(f"{dtype_name(kind)} matmul", f"{speed / 1e9:,.0f} GFLOP/s"))
+    error = gradient_error(device, dtype)
+    checks.append(_check_error("gradient", error, TOLERANCE[dtype], "against float64"))
+    error = decoding_error(device)
+    checks.append(_check_error("decoding", error, TOLERANCE[torch.float32], "past a full KV cache"))
+    return [*checks, _check_disk(), Check("torch", torch.__version__)]
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -105,13 +116,8 @@ def gradient_error(device: torch.device, dtype: torch.dtype) -> float:
 
 def gradient_function(device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
     """Return a function that computes the gradients of a small model's loss, concatenated."""
-    generator = torch.Generator().manual_seed(0)
-    model = build_model(ModelConfig(n_layer=2, n_head=2, n_embd=64, block_size=64), 65)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + noise / 4 if parameter.dim() == 1 else noise / 8)
-    tokens = torch.randint(65, (4, 65), generator=generator).to(device)
+    model, tokens = _small_model()
+    tokens = tokens.to(device)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     model.to(device, exact)
 
@@ -126,6 +132,34 @@ def gradient_function(device: torch.device, dtype: torch.dtype) -> Callable[[], 
     return gradient
 
 
+def _small_model() -> tuple[GPT, Tensor]:
+    """Return a GPT with random weights in float32 and tokens, (4, T + 1), on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    model = GPT(ModelConfig(n_layer=2, n_head=2, n_embd=64, block_size=64), 65)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + noise / 4 if parameter.dim() == 1 else noise / 8)
+    return model, torch.randint(65, (4, 65), generator=generator)
+
+
+def decoding_error(device: torch.device) -> float:
+    """Return the relative error of logits after the KV cache was full three times.
+
+    They are those of the device's decoder, on a CPU that of numpy, against torch's on the CPU.
+    """
+    model, tokens = _small_model()
+    steps = list(tokens.repeat(1, 2).mT.numpy())  # (4,) each; twice the block size and two
+    exact = ModelDecoder(model, 4)
+    expected = [exact.step(step) for step in steps][-1]
+    kind: Callable[[GPT, int], Decoder] = GraphDecoder
+    if not can_capture(device):
+        kind = NumpyDecoder if device.type == "cpu" else ModelDecoder
+    decoder = kind(model.to(device), 4)
+    found = [decoder.step(step) for step in steps][-1]
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
 def _check_graphs(device: torch.device) -> Check:
     """Check that the gradients of a small model can be captured as a CUDA graph."""
     try:
@@ -136,11 +170,10 @@ def _check_graphs(device: torch.device) -> Check:
     return Check("CUDA graphs", "captured and replayed")
 
 
-def _check_gradient(device: torch.device, dtype: torch.dtype) -> Check:
-    error, tolerance = gradient_error(device, dtype), TOLERANCE[dtype]
-    value = f"relative error {error:.1e} against float64 (at most {tolerance})"
-    advice = "" if error < tolerance else "gradients are wrong: update torch or use --device cpu"
-    return Check("gradient", value, advice, has_failed=bool(advice))
+def _check_error(name: str, error: float, tolerance: float, where: str) -> Check:
+    value = f"relative error {error:.1e} {where} (at most {tolerance})"
+    advice = "" if error < tolerance else f"{name} is wrong: update torch or use --device cpu"
+    return Check(name, value, advice, has_failed=bool(advice))
 
 
 def _check_threads() -> Check:

@@ -11,7 +11,7 @@ from chargpt.cli import console, options
 def doctor(device: options.Device = None, json_: options.Json = False) -> None:
     """Check this machine's device, speed and correctness.
 
-    The exit code is 1 if gradients are wrong.
+    The exit code is 1 if gradients or decoding are wrong.
 
     Examples: `chargpt doctor`, `chargpt doctor --device cpu`.
     """
