@@ -107,10 +107,7 @@ def _fault(name: str, error: Exception, *, is_old: bool) -> str:
     capability 7.0 and less.
     """
     version, message = torch.__version__.partition("+")[0], str(error)
-    source = "https://pytorch.org/get-started/locally"
-    if is_old:
-        index = "https://download.pytorch.org/whl/cu126"
-        source = f"pip install --force-reinstall torch=={version} --index-url {index}"
+    source = f"pytorch.org/get-started/locally{' (CUDA 12.6)' * is_old}"
     if re.search("no kernel image|invalid device function", message):  # of CUDA, of HIP
         return f"{name} has no kernels in torch {version}; install a build that has them: {source}"
     if "driver on your system is too old" in message:

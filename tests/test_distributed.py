@@ -193,7 +193,7 @@ def test_a_comparison_of_several_processes_is_rejected(
 
 
 def test_a_batch_that_does_not_divide_over_the_ranks_is_rejected(verse: Path) -> None:
-    config = load_config("gpt", {"train.batch_size": 7})
+    config = load_config("gpt", {"train.batch_size": 7, "dtype": "float32"})
     corpus = load_corpus(TextConfig(path=str(verse)))
     with pytest.raises(ConfigError, match="does not divide over 2 processes"):
         Learner(config, corpus, RankGroup(0, 2), torch.device("cpu"))
