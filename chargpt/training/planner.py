@@ -89,7 +89,7 @@ INITIAL_TOKENS = 350_000
 TRIAL_FRACTION = 0.05  # of the time: once trials have used it, no larger size is tried
 # FLOP/s of training: beside a slower GPU the CPU is tried. An H200 reaches 3.5e12 with 4 x 96, and
 # two cores 0.25e12 with 4 x 128.
-SLOW_GPU = 1e12
+SLOW_GPU = 0.5e12
 USABLE_MEMORY = 0.6  # fraction: the memory of a run is an estimate
 SHORT_RUN = 1_000_000  # below it the law is too optimistic about larger sizes
 SHORT_RUN_GAIN = 0.01  # nats that a larger size then has to gain by the law
