@@ -336,13 +336,15 @@ def memory_limit(device: torch.device | None = None) -> int:
     return limit
 
 
-def require_memory(wanted: int, what: str, device: torch.device | None = None) -> None:
+def require_memory(
+    wanted: int, what: str, device: torch.device | None = None, remedy: str = "make it smaller"
+) -> None:
     """Raise DeviceError if the memory has fewer bytes than are `wanted` for `what`."""
     limit = memory_limit(device)
     if wanted > limit:
         raise DeviceError(
             f"{what} would need about {wanted / 1e9:,.1f} GB of memory, and there are "
-            f"{limit / 1e9:,.1f} GB; make it smaller"
+            f"{limit / 1e9:,.1f} GB; {remedy}"
         )
 
 

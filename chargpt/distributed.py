@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chargpt.errors import DeviceError
+from chargpt.errors import DeviceError, is_out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -215,8 +215,7 @@ def _new_store(shared: Any, *, is_main: bool) -> Any:
 
 def is_lost_rank_error(error: Exception) -> bool:
     """Return whether an error means that the connection to another rank was lost."""
-    message = repr(error)
-    is_network_error = re.search(LOST_RANK, message) and "out of memory" not in message
+    is_network_error = re.search(LOST_RANK, repr(error)) and not is_out_of_memory(error)
     return world_size() > 1 and bool(is_network_error)
 
 

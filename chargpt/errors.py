@@ -5,11 +5,14 @@ does, and exits with `exit_code`: 2 if the input was invalid, 1 if it was valid 
 failed. Internal invariants are `assert` statements, which print a traceback.
 """
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import PurePath
 
 MIN_SIMILARITY = 0.8  # of names, from 0 to 1; below it a suggestion is more confusing than helpful
+# in errors of torch on CUDA, MPS and XPU, of cuBLAS and cuDNN, and of a CPU (the last of Windows)
+OUT_OF_MEMORY = "out.of.(device.)?memory|alloc_failed|can't allocate memory|not enough memory: you"
 NOT_FINITE = "the model's loss is not finite: its weights are too large; use another checkpoint"
 
 
@@ -93,6 +96,11 @@ class Stopped(BaseException):
     def __init__(self, number: int, *, is_saved: bool = False) -> None:
         super().__init__(number)
         self.number, self.is_saved, self.is_reported = number, is_saved, False
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error of Python, numpy or torch says that there is not enough memory."""
+    return isinstance(error, MemoryError) or bool(re.search(OUT_OF_MEMORY, str(error).lower()))
 
 
 def most_similar(name: str, names: Iterable[str]) -> str | None:

@@ -34,7 +34,7 @@ from chargpt.distributed import (
     init_process_group,
     is_lost_rank_error,
 )
-from chargpt.errors import DeviceError
+from chargpt.errors import DeviceError, is_out_of_memory
 from chargpt.store.run import load_run
 from chargpt.text.prepare import load_corpus
 from chargpt.training import trainer as trainer_module
@@ -293,8 +293,17 @@ def test_the_errors_of_a_lost_rank_are_known(message: str, monkeypatch: pytest.M
     assert not is_lost_rank_error(RuntimeError(message))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert is_lost_rank_error(RuntimeError(message))
-    for other in ("CUDA out of memory", "NCCL error: unhandled cuda error: out of memory"):
-        assert not is_lost_rank_error(RuntimeError(other))
+    for other in (
+        "CUDA out of memory. Tried to allocate 2 GiB",
+        "MPS backend out of memory (MPS allocated: 18 GiB)",
+        "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
+        "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes",  # Windows
+        "NCCL error: unhandled cuda error: out of memory",
+    ):
+        assert is_out_of_memory(RuntimeError(other))
+        assert not is_lost_rank_error(RuntimeError(f"{other} (gloo)"))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 import time
+import weakref
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,12 @@ from starting import create_run, pace_of
 
 from chargpt.config import Config, TextConfig, load_config, parse_override
 from chargpt.distributed import RankGroup
-from chargpt.errors import ConfigError, OperationError
+from chargpt.errors import ConfigError, DeviceError, OperationError
 from chargpt.models import count_parameters
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
+from chargpt.training import budget, planner
 from chargpt.training import deadline as deadline_module
-from chargpt.training import planner
 from chargpt.training.budget import Trials, measure_step_seconds, with_mixture_split
 from chargpt.training.deadline import (
     MAX_EPOCHS,
@@ -79,6 +80,10 @@ def fixed_deadline(time_left: float) -> Deadline:
 def deadline_of(seconds: float, now: list[float]) -> Deadline:
     """Return the deadline of a budget that begins at 0, by a clock that a test sets."""
     return Deadline.from_budget(seconds, 0.0, lambda: now[0])
+
+
+def fake_gpu(name: str) -> tuple[torch.device, str]:
+    return torch.device("cpu" if name == "cpu" else "meta"), ""
 
 
 def choose(
@@ -264,7 +269,42 @@ def test_models_that_do_not_fit_into_the_memory_are_not_tried(
     assert larger.model.n_embd > chosen.model.n_embd  # a micro-batch takes less
 
 
-def test_the_first_trial_step_is_a_warm_up() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        MemoryError(),
+    ],
+)
+def test_the_search_ends_with_the_largest_size_whose_trial_does_not_run_out_of_memory(
+    error: Exception, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive, widest = weakref.WeakSet[Learner](), [96]
+
+    def seconds(learner: Learner, *_: Any, **__: Any) -> float:
+        assert not alive  # the memory of the trial before is free
+        alive.add(learner)
+        if learner.model.config.n_embd > widest[0]:
+            raise type(error)(*error.args)
+        return 1e-4
+
+    monkeypatch.setattr(budget, "measure_step_seconds", seconds)
+    long = replace(corpus, tokens=np.resize(corpus.tokens, 10**6))
+    config = Config().with_values({"device": "cpu", "train.batch_size": 16, "threads": 1})
+    planned, _, pace = budget.plan_run(config, long, fixed_deadline(60), frozenset({"threads"}))
+    assert planned.model.n_embd == 96
+    assert pace.speed == planned.tokens_per_step / 1e-4
+    widest[0] = 0
+    for fixed in ((), ("model.n_embd",)):
+        with pytest.raises(DeviceError, match=r"enough memory .*; give -s train.micro_batches=2 "):
+            budget.plan_run(config, long, fixed_deadline(60), frozenset(fixed))
+    trial = Mock(side_effect=[1e6, DeviceError("too large")])
+    with pytest.raises(DeviceError, match="too large"):  # on one of several ranks
+        Planner(config, long, fixed_deadline(60), (), trial, n_ranks=2).plan()
+
+
+def test_the_first_trial_step_is_a_warm_up_that_on_a_gpu_tells_nothing_about_the_speed() -> None:
     class ColdLearner(Mock):
         device = torch.device("cpu")
         group = RankGroup()
@@ -275,6 +315,69 @@ def test_the_first_trial_step_is_a_warm_up() -> None:
             self.steps += 1
 
     assert 0.001 <= measure_step_seconds(ColdLearner(), 3, update=True) < 0.1
+    assert measure_step_seconds(ColdLearner(), 3, update=True, max_seconds=0.1) >= 0.3
+    gpu = ColdLearner(device=torch.device("meta"))
+    assert 0.001 <= measure_step_seconds(gpu, 3, update=True, max_seconds=0.1) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("launch_seconds", "flops", "values", "n_ranks", "device", "is_tried"),
+    [
+        (0.0, 2e10, {}, 1, "cpu", True),
+        (0.04, 0.8e12, {}, 1, "auto", True),  # the CPU is faster with the smallest size only
+        (0.001, 1e14, {}, 1, "auto", False),
+        (0.0, 2e10, {"device": "cuda"}, 1, "cuda", False),
+        (0.0, 2e10, {}, 2, "auto", False),
+    ],
+)
+def test_beside_a_slow_gpu_the_cpu_is_tried_and_trains_if_its_predicted_loss_is_lower(
+    launch_seconds: float,
+    flops: float,
+    values: dict[str, object],
+    n_ranks: int,
+    device: str,
+    is_tried: bool,
+    corpus: Corpus,
+    monkeypatch: pytest.MonkeyPatch,
+    notes: list[str],
+) -> None:
+    measured = []
+
+    def speed(config: Config, _: float) -> float:
+        measured.append(config)
+        on_cpu = config.device == "cpu"
+        per_token = 6 * count_parameters(config.model, corpus.tokenizer.vocab_size)
+        per_token /= 2e11 if on_cpu else flops
+        return 1 / (per_token + (not on_cpu) * launch_seconds / config.tokens_per_step)
+
+    monkeypatch.setattr(planner, "choose_device", fake_gpu)
+    monkeypatch.setattr(planner, "measure_threads", lambda _: 3)
+    long = replace(corpus, tokens=np.resize(corpus.tokens, 10**6))
+    config = Config().with_values(values)
+    chosen = Planner(config, long, fixed_deadline(60), (), speed, n_ranks).plan().config
+    assert (chosen.device, chosen.threads) == (device, 3 if device == "cpu" else None)
+    assert any(each.device == "cpu" for each in measured) == is_tried
+    assert measured[-1].device == device  # whose model measures the speed of scoring
+    assert any("-s device=meta trains there" in note for note in notes) == (device == "cpu")
+
+
+def test_a_run_that_a_slow_gpu_leaves_to_the_cpu_is_one_of_the_cpu(
+    verse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Trials.__call__
+
+    def speed(trials: Trials, config: Config, seconds: float) -> float:
+        return real(trials, config, seconds) * (0.01 if config.device == "auto" else 1)
+
+    monkeypatch.setattr(planner, "choose_device", fake_gpu)
+    monkeypatch.setattr(Trials, "__call__", speed)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    config = Config().with_values({"text.path": str(verse)})
+    session = create_run(config, tmp_path / "run", Deadline.from_budget(20))
+    saved = load_config(tmp_path / "run" / "config.yaml")
+    assert (saved.device, saved.threads) == ("cpu", torch.get_num_threads())
+    assert session.pace is not None
+    assert session.pace.thread_tuner is not None
 
 
 def test_longer_runs_have_less_ngram_weight_and_more_epochs_have_more_weight_decay(

@@ -4,6 +4,8 @@ import dataclasses
 import errno
 import math
 import os
+import re
+import shlex
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +15,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from conftest import Cli, refusal
 from saving import failing
 from starting import create_run, resume
 
+import chargpt
 from chargpt.config import Config, TextConfig, load_config
-from chargpt.errors import DivergedError, OperationError, RunError
+from chargpt.errors import DeviceError, DivergedError, OperationError, RunError
 from chargpt.inference.evaluation import Baselines
 from chargpt.store.checkpoint import RunState
 from chargpt.store.folder import RunFolder
@@ -25,10 +29,11 @@ from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus, Split, block_offsets
 from chargpt.text.prepare import load_corpus
+from chargpt.training import learner
 from chargpt.training import trainer as trainer_module
 from chargpt.training.budget import expected_seconds
 from chargpt.training.deadline import Deadline, Pace
-from chargpt.training.learner import Batches, training_bytes
+from chargpt.training.learner import Batches, Learner, memory_remedy, training_bytes
 from chargpt.training.optim import lr_factor_at
 from chargpt.training.resume import continue_schedule
 from chargpt.training.start import Request, StartMode, open_session
@@ -695,15 +700,46 @@ def test_a_run_extended_again_before_its_end_continues_from_its_present_rate(
     assert continued(before, 1000, 195).schedule.restarts == ((100, 0.5), (195, 0.5))
 
 
-def test_more_micro_batches_on_resuming_keep_the_losses(corpus: Corpus, tmp_path: Path) -> None:
-    train(tiny_config(), corpus, tmp_path / "a")
-    train(tiny_config(), corpus, tmp_path / "b", stop_at=5)
-    folder = RunFolder(tmp_path / "b")
-    saved, config, _ = resume(folder, {"train.micro_batches": 2})
-    assert config.train.micro_batches == 2
-    run_steps(Trainer(config, corpus, folder=folder, saved=saved))
-    whole, halves = (np.array(losses(tmp_path / name)) for name in "ab")
-    np.testing.assert_allclose(halves, whole, rtol=1e-4)
+@pytest.mark.parametrize(("batch", "parts", "more"), [(8, 1, 2), (9, 1, 3), (6, 2, 6)])
+def test_out_of_memory_in_training_names_the_command_that_goes_on_with_the_same_losses(
+    batch: int, parts: int, more: int, verse: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"train.batch_size": batch, "train.micro_batches": parts}
+    chargpt.train(verse, settings=TINY | sizes, out="whole")
+    real = Learner.apply_update
+
+    def full(self: Learner, step: int, lr_factor: float) -> None:
+        if step == 5 and self.train_config.micro_batches < more:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        real(self, step, lr_factor)
+
+    monkeypatch.setattr(Learner, "apply_update", full)
+    call = f"train('my run', start='resume', settings={{'train.micro_batches': {more}}})"
+    with pytest.raises(DeviceError, match=re.escape(call)):
+        chargpt.train(verse, settings=TINY | sizes, out="my run")
+    refused = cli("train", "--resume", "my run")
+    assert "not enough memory for training; resume, for the same batches" in refusal(refused)
+    command = refused.stderr.splitlines()[-1]
+    assert command == f"  chargpt train --resume 'my run' -s train.micro_batches={more}"
+    assert cli(*shlex.split(command)[1:]).returncode == 0
+    whole, resumed = (np.array(losses(Path(name))) for name in ("whole", "my run"))
+    np.testing.assert_allclose(resumed, whole, rtol=1e-4)
+
+
+def test_a_run_that_does_not_fit_into_the_memory_names_micro_batches_that_do(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, vocab_size = tiny_config(**{"train.batch_size": 64}), corpus.tokenizer.vocab_size
+    limit = training_bytes(config, vocab_size, 64 // 8)
+    monkeypatch.setattr("chargpt.device.memory_limit", lambda _: limit)
+    monkeypatch.setattr(learner, "memory_limit", lambda _: limit)
+    with pytest.raises(DeviceError, match=r"would need .*; give -s train.micro_batches=8 for the"):
+        Trainer(config, corpus)
+    Trainer(config.with_values({"train.micro_batches": 8}), corpus)
+    config = config.with_values({"train.micro_batches": 64})
+    cpu, gpu = (memory_remedy(config, vocab_size, 1, torch.device(each)) for each in ("cpu", "mps"))
+    assert cpu == "make the model or its block smaller"
+    assert gpu == "give -s device=cpu to train on the CPU"
 
 
 def test_a_few_steps_more_of_a_very_long_run_have_a_learning_rate() -> None:

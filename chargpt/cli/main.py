@@ -32,7 +32,7 @@ from typer.core import TyperGroup
 from chargpt import __version__
 from chargpt.cli import console
 from chargpt.distributed import is_main_rank, launch_seconds
-from chargpt.errors import ChargptError, DeviceError, Stopped
+from chargpt.errors import ChargptError, DeviceError, Stopped, is_out_of_memory
 
 # Typer vendors click in some versions and depends on it in others; the bases of its public
 # exception are right in both.
@@ -406,12 +406,10 @@ def _describe(error: Exception) -> str:
             f"{path}{error.strerror or error}; check the disk, its free space and the permissions, "
             "then try again (training: with --resume)"
         )
-    phrases = ("can't allocate memory", "out of memory")
-    if isinstance(error, MemoryError) or any(text in str(error).lower() for text in phrases):
+    if is_out_of_memory(error):
         return (
-            "there is not enough memory; lower train.batch_size or raise train.micro_batches, or "
-            "make the model or its block smaller (training: --resume -s train.micro_batches=2 goes "
-            "on from the last checkpoint with the same batches)"
+            "there is not enough memory; end other programs, or give less at once: a shorter text, "
+            "fewer samples, a smaller model"
         )
     if not console.is_silent:
         traceback.print_exception(error)

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from chargpt.config import REPLANNED, Config
 from chargpt.device import ThreadTuner, choose_device, default_threads, measure_threads, synchronize
@@ -24,7 +25,7 @@ from chargpt.training.deadline import (
     mixture_seconds,
     scoring_seconds,
 )
-from chargpt.training.learner import Learner
+from chargpt.training.learner import Learner, explained_memory_errors
 from chargpt.training.planner import MIXTURE_CHARACTERS, Planner
 from chargpt.training.trainer import Trainer
 
@@ -73,7 +74,7 @@ def plan_run(
     trials = Trials(corpus, group)
     pace = Planner(config, corpus, deadline, fixed_keys, trials, group.world_size).plan()
     reserve_scoring(pace, trials)
-    if config.threads is not None and "threads" not in fixed_keys and group.world_size == 1:
+    if pace.config.threads is not None and "threads" not in fixed_keys and group.world_size == 1:
         pace.thread_tuner = ThreadTuner(default_threads())
     # before anything is trained: when a comparison comes to this run, others may have taken longer
     pace.deadline.require(pace.seconds_of(MIN_STEPS))
@@ -104,6 +105,8 @@ def plan_more_steps(
 def reserve_scoring(pace: Pace, trials: "Trials") -> None:
     """Keep the measured time of scoring after the last step, for re-planning too."""
     config, corpus = pace.config, trials.corpus
+    if trials.learner is None:
+        trials(config, 0.0)
     token_seconds = trials.measure_scoring()
     reserved = scoring_seconds(pace.deadline, corpus, config, token_seconds)
     pace.deadline = replace(pace.deadline, scoring_seconds=reserved)
@@ -143,26 +146,36 @@ class Trials:
     """Measures configs on a text; the planner calls it for each size that it considers.
 
     What it returns is rank 0's measurement, on every rank.
+
+    Attributes:
+        learner: of the last trial; None if it did not fit into the memory.
     """
 
     def __init__(self, corpus: Corpus, group: RankGroup = RankGroup()) -> None:
         self.corpus, self.group = corpus, group
-        self.learner: Learner | None = None  # of the last trial
+        self.learner: Learner | None = None
 
     def __call__(self, config: Config, max_seconds: float = math.inf) -> float:
         """Return the tokens per second of trial steps, without n-gram soft targets.
 
         Soft targets cost a tenth or less, which re-planning takes into account. If one step takes
         over `max_seconds`, it is the only one.
+
+        Raises:
+            DeviceError: there is not enough memory.
         """
         fresh = {"train.ngram_target_weight": 0.0, "train.from_run": None, "optim.l2_sp": 0.0}
         if self.learner is not None:
             self.learner.unwrap_ddp()
         self.learner = None  # its memory is free for the next one
-        self.learner = Trainer(config.with_values(fresh), self.corpus, group=self.group).learner
-        seconds = measure_step_seconds(
-            self.learner, TRIAL_STEPS, update=True, max_seconds=max_seconds
-        )
+        torch.cuda.empty_cache()  # CUDA graphs take memory beside torch's
+        config = config.with_values(fresh)
+        with explained_memory_errors(config, self.corpus, self.group):
+            learner = Trainer(config, self.corpus, group=self.group).learner
+            seconds = measure_step_seconds(
+                learner, TRIAL_STEPS, update=True, max_seconds=max_seconds
+            )
+        self.learner = learner
         return config.tokens_per_step / seconds
 
     def measure_scoring(self) -> float:
@@ -200,8 +213,8 @@ def measure_step_seconds(
 ) -> float:
     """Return rank 0's mean time of `n_steps` trial steps or more, without the first, a warm-up.
 
-    Without `update` the weights stay as they are. If the warm-up takes over `max_seconds`, no other
-    step is run, and its time is returned.
+    Without `update` the weights stay as they are. If the warm-up takes over `max_seconds`, its time
+    is returned, or on a GPU, where it loads kernels, that of one more step.
     """
 
     def run(number: int) -> float:
@@ -218,7 +231,7 @@ def measure_step_seconds(
 
     warm_up = run(1)
     if warm_up > max_seconds:
-        return warm_up
+        return warm_up if learner.device.type == "cpu" else run(1)
     seconds = run(n_steps - 1)
     if (n_steps - 1) * seconds < MIN_TRIAL_SECONDS:
         seconds = run(math.ceil(MIN_TRIAL_SECONDS / seconds))

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,14 +25,24 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from chargpt.config import Config, OptimConfig, SampleConfig
-from chargpt.device import DTYPES, autocast, can_capture, capture_graph, require_memory
+from chargpt.device import (
+    DTYPES,
+    autocast,
+    can_capture,
+    capture_graph,
+    choose_device,
+    memory_limit,
+    require_memory,
+)
 from chargpt.distributed import RankGroup
-from chargpt.errors import CaptureError, ConfigError
+from chargpt.errors import CaptureError, ConfigError, DeviceError, is_out_of_memory
+from chargpt.files import quoted
 from chargpt.inference.evaluation import Evaluation, evaluate_tokens
 from chargpt.models import LanguageModel, build_model, count_parameters, rotary_bytes
 from chargpt.models.kernels import MAX_PRODUCT_ROW_BYTES
 from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
+from chargpt.store.folder import has_checkpoint
 from chargpt.store.run import Run
 from chargpt.store.tensors import load_weights
 from chargpt.text.corpus import Corpus, Split, block_offsets
@@ -89,7 +100,8 @@ class Learner:
             )
         self.micro_batch_size = train.batch_size // parts  # sequences, on one rank
         n_bytes = training_bytes(config, corpus.tokenizer.vocab_size, self.micro_batch_size)
-        require_memory(n_bytes, "a model and batches of these sizes", device)
+        remedy = memory_remedy(config, corpus.tokenizer.vocab_size, group.world_size, device)
+        require_memory(n_bytes, "a model and batches of these sizes", device, remedy)
         self.captured_forward_backward: Callable[[Tensor], Tensor] | None = None
         self.captured_update: Callable[[int, float | Tensor], object] | None = None
         self.capture_error: str | None = None
@@ -452,3 +464,43 @@ def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
     weights = (4 + bool(config.train.ema)) * count_parameters(model, vocab_size)
     n_values = weights + n_sequences * model.block_size * activations + masks
     return 4 * n_values + rotary_bytes(model)
+
+
+def memory_remedy(
+    config: Config, vocab_size: int, n_ranks: int, device: torch.device, run: Path | None = None
+) -> str:
+    """Return what lets training go on in less memory, in a `run` that has a checkpoint or anew."""
+    n_sequences, limit = config.train.batch_size // n_ranks, memory_limit(device)
+    fitting = (
+        number
+        for number in range(2 * config.train.micro_batches, n_sequences + 1)
+        if n_sequences % number == 0
+        and training_bytes(config, vocab_size, n_sequences // number) <= limit
+    )
+    remedies = []
+    if number := next(fitting, None):
+        remedies += [(f"-s train.micro_batches={number}", "for the same batches in smaller parts")]
+    if device.type != "cpu":
+        remedies += [("-s device=cpu", "to train on the CPU")]
+    if run is not None:
+        setting, purpose = (*remedies, ("", "once other programs have ended"))[0]
+        return f"resume, {purpose}, with\n  chargpt train --resume {quoted(run)} {setting}".rstrip()
+    if not remedies:
+        return "make the model or its block smaller"
+    return f"give {', or '.join(map(' '.join, remedies))}"
+
+
+@contextlib.contextmanager
+def explained_memory_errors(
+    config: Config, corpus: Corpus, group: RankGroup, run: Path | None = None
+) -> Iterator[None]:
+    """Raise DeviceError with a remedy where memory runs out, in training `run` if it exists."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        run = run if run is not None and has_checkpoint(run) else None
+        sizes = corpus.tokenizer.vocab_size, group.world_size
+        remedy = memory_remedy(config, *sizes, choose_device(config.device)[0], run)
+        raise DeviceError(f"there is not enough memory for training; {remedy}") from None

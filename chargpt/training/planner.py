@@ -17,14 +17,15 @@ number of steps is re-planned (deadline.py).
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from chargpt.config import Config
-from chargpt.device import choose_device, memory_limit
+from chargpt.device import choose_device, measure_threads, memory_limit
 from chargpt.distributed import rank_variable
+from chargpt.errors import DeviceError
 from chargpt.log import logger
 from chargpt.models import count_parameters
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
@@ -86,6 +87,9 @@ INITIAL_TOKENS = 350_000
 
 # settings found by experiment (benchmarks/LOG.md); lengths are in tokens read
 TRIAL_FRACTION = 0.05  # of the time: once trials have used it, no larger size is tried
+# FLOP/s of training: beside a slower GPU the CPU is tried. An H200 reaches 3.5e12 with 4 x 96, and
+# two cores 0.25e12 with 4 x 128.
+SLOW_GPU = 0.5e12
 USABLE_MEMORY = 0.6  # fraction: the memory of a run is an estimate
 SHORT_RUN = 1_000_000  # below it the law is too optimistic about larger sizes
 SHORT_RUN_GAIN = 0.01  # nats that a larger size then has to gain by the law
@@ -236,7 +240,7 @@ class Planner:
         deadline: of the run; the measurements take time from it too.
         fixed_keys: dotted keys of the settings that stay as they are.
         measure: called with a config and the seconds after which one trial step is enough;
-            returns tokens per second.
+            returns tokens per second, or raises DeviceError if the memory is too small.
         n_ranks: that train together.
         memory: of a rank's device, in bytes; None: that of this machine.
         warn: called with what the user should know about the plan.
@@ -255,12 +259,13 @@ class Planner:
         """Return the run of the size with the lowest predicted loss, if the size is free.
 
         Raises:
+            DeviceError: the size, or the smallest one, does not fit into the memory.
             OperationError: the fewest useful steps would take more than twice the budget.
         """
         config = self.config
         may_choose = config.model.kind == "gpt" and config.train.from_run is None
         if size_was_chosen := may_choose and SIZE_KEYS.isdisjoint(self.fixed_keys):
-            config, speed = self.best_size()
+            config, speed = self.best_device()
         else:
             speed = self.measure_speed(config)
         self.deadline.require(MIN_STEPS * config.tokens_per_step / speed)
@@ -293,19 +298,44 @@ class Planner:
     def max_tokens(self) -> int:
         return MAX_EPOCHS * self.train_tokens
 
+    def best_device(self) -> tuple[Config, float]:
+        """Return the best size and its speed on the device, or on the CPU if `auto` is a slow GPU.
+
+        Each device has its search, and the predicted loss decides: a launch-bound GPU may be slower
+        with the smallest size, and faster with a larger one, which takes it as long.
+        """
+        config, speed = self.best_size()
+        device, cpu = (choose_device(name)[0] for name in ("auto", "cpu"))
+        is_free = self.config.device == "auto" and self.n_ranks == 1 and self.memory is None
+        is_slow = 6 * self.parameters(config) * speed < SLOW_GPU
+        if device == cpu or not (is_free and is_slow):
+            return config, speed
+        values = {"device": "cpu", "threads": self.config.threads or measure_threads(cpu)}
+        cpu_config, cpu_speed = replace(self, config=self.config.with_values(values)).best_size()
+        loss, cpu_loss = self.loss(config, speed), self.loss(cpu_config, cpu_speed)
+        if (loss, -speed) <= (cpu_loss, -cpu_speed):
+            return config, self.measure_speed(config)  # scoring is measured with the last model
+        unit = self.corpus.characters_per_token
+        self.warn(
+            f"training on the CPU: predicted loss {cpu_loss:.3f}, {unit * cpu_speed:,.0f} "
+            f"characters/s; on the GPU {loss:.3f}, {unit * speed:,.0f} characters/s "
+            f"(-s device={device.type} trains there)"
+        )
+        return cpu_config, cpu_speed
+
     def best_size(self) -> tuple[Config, float]:
         """Measure sizes, smallest first, while a larger one may have a lower loss.
 
         Before they are measured, sizes are compared at their lowest possible speeds: a model is
         slower than a smaller one by at most the ratio of their parameters. The search ends where
         the next size has no lower predicted loss even if it is slower by only that ratio's square
-        root.
+        root. After a trial that runs out of memory it goes on with smaller sizes than that one.
         """
-        index, config = 0, self.config_of_size(SIZES[0], INITIAL_TOKENS)
+        index, too_large, config = 0, len(SIZES), self.config_of_size(SIZES[0], INITIAL_TOKENS)
         speed = self.measure_speed(config)
         available = self.deadline.remaining  # after the first trial: on a GPU it loads the kernels
         while available - self.deadline.remaining <= TRIAL_FRACTION * available:
-            larger = self.larger_sizes(index + 1, self.affordable_tokens(speed))
+            larger = self.larger_sizes(index + 1, too_large, self.affordable_tokens(speed))
             slowdowns = [self.parameters(each) / self.parameters(config) for each in larger]
             loss = self.loss(config, speed)
             if not larger or not self.is_better(larger[0], speed / slowdowns[0] ** 0.5, loss):
@@ -314,13 +344,17 @@ class Planner:
             worst_losses = list(map(self.loss, larger, lowest_speeds))
             skipped = worst_losses.index(min(worst_losses))
             candidate = larger[skipped]
-            candidate_speed = self.measure_speed(candidate)
+            candidate_speed = self.speed_if_it_fits(candidate)
+            if not candidate_speed:
+                too_large = index + 1 + skipped
+                continue
             if not self.is_better(candidate, candidate_speed, loss):
                 break
             index, config, speed = index + 1 + skipped, candidate, candidate_speed
         # block and batch sizes follow from the length, which is known now
         resized = self.config_of_size(SIZES[index], self.affordable_tokens(speed))
-        return (config, speed) if resized == config else (resized, self.measure_speed(resized))
+        resized_speed = 0.0 if resized == config else self.speed_if_it_fits(resized)
+        return (resized, resized_speed) if resized_speed else (config, speed)
 
     def is_better(self, larger: Config, speed: float, loss: float) -> bool:
         """Return whether the law gives a larger size at this speed a lower loss than `loss`.
@@ -330,12 +364,12 @@ class Planner:
         min_gain = SHORT_RUN_GAIN if self.affordable_tokens(speed) < SHORT_RUN else 0.0
         return self.loss(larger, speed) <= loss - min_gain
 
-    def larger_sizes(self, first: int, n_tokens: float) -> list[Config]:
-        """Return the configs of the sizes from index `first` on that suit text and memory."""
+    def larger_sizes(self, first: int, end: int, n_tokens: float) -> list[Config]:
+        """Return the configs of the sizes `first` to `end` - 1 that suit text and memory."""
         vocab_size = self.corpus.tokenizer.vocab_size
         usable = USABLE_MEMORY * (self.memory or self.memory_here())
         n_tokens = max(INITIAL_TOKENS, n_tokens)
-        configs = [self.config_of_size(size, n_tokens) for size in SIZES[first:]]
+        configs = [self.config_of_size(size, n_tokens) for size in SIZES[first:end]]
         parts = self.config.train.micro_batches * self.n_ranks
         return [
             each
@@ -370,3 +404,12 @@ class Planner:
 
     def measure_speed(self, config: Config) -> float:
         return self.measure(config, self.deadline.remaining / MIN_STEPS)
+
+    def speed_if_it_fits(self, config: Config) -> float:
+        """Return the measured speed, or 0 if the memory is too small."""
+        try:
+            return self.measure_speed(config)
+        except DeviceError:
+            if self.n_ranks > 1:  # the others wait for this rank in their trial: all have to end
+                raise
+            return 0.0

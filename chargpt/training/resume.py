@@ -24,6 +24,7 @@ from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
 from chargpt.text.source import STDIN, find_text
 from chargpt.training.budget import expected_seconds, plan_more_steps
+from chargpt.training.learner import explained_memory_errors
 from chargpt.training.optim import decay_start, lr_factor_at
 from chargpt.training.start import (
     Request,
@@ -99,20 +100,21 @@ def continue_run(
     if config.optim.l2_sp and config.train.from_run is not None:
         base_run = shared_run(group, config.train.from_run)
     ngram = None if baselines is None else baselines.ngram
-    trainer = Trainer(
-        config, corpus, folder=folder, saved=saved, group=group, ngram=ngram, base_run=base_run
-    )
+    with explained_memory_errors(config, corpus, group, folder.path):
+        trainer = Trainer(
+            config, corpus, folder=folder, saved=saved, group=group, ngram=ngram, base_run=base_run
+        )
+        step = saved.state.step
+        if step and config.device == saved.config.device:  # with validation, saving and samples
+            seconds = (config.train.max_steps - step) * saved.state.seconds / step
+        else:
+            seconds = expected_seconds(trainer)
     if group.is_main:
         folder.require_room(1, trainer.checkpoint_bytes())
         if (edits := folder.describe_edits(saved.config)) is not None:
             logger.warning(edits)
         folder.write_config(trainer.config)
-    step = saved.state.step
     logger.info(f"resuming {folder.path} from step {step:,}")
-    if step and config.device == saved.config.device:  # with validation, saving and samples
-        seconds = (config.train.max_steps - step) * saved.state.seconds / step
-    else:
-        seconds = expected_seconds(trainer)
     return Session(trainer, folder, baselines, seconds, resumed_at=step)
 
 

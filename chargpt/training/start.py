@@ -38,6 +38,7 @@ from chargpt.text.describe import quick_warnings
 from chargpt.text.source import STDIN, Source, find_text
 from chargpt.training.budget import expected_seconds, plan_run, with_measured_threads
 from chargpt.training.deadline import PLANNED_KEYS, Deadline, Pace, parse_duration
+from chargpt.training.learner import explained_memory_errors
 from chargpt.training.trainer import StepReport, Trainer
 
 DEFAULT_BUDGET = "150s"
@@ -186,12 +187,17 @@ class Session:
         returns false, a copy of the run goes to the system's temporary folder.
 
         Raises:
+            DeviceError: there is not enough memory.
             Stopped: a signal has ended the run, on this rank or another, or came with the last
                 step.
             UnsavedError: the last checkpoint is not in the run's folder.
         """
+        config, corpus, group = self.trainer.config, self.trainer.corpus, self.trainer.group
         try:
-            with deferred_signals(on_signal) as caught:
+            with (
+                explained_memory_errors(config, corpus, group, self.folder.path),
+                deferred_signals(on_signal) as caught,
+            ):
                 yield from self.trainer.steps(
                     self.pace, lambda report: on_report(report) is True or bool(caught)
                 )
@@ -208,7 +214,7 @@ class Session:
                 self._save_copy(failure)
                 raise
         is_early = self.trainer.stopped_by == "signal"  # or by `on_report`
-        is_caught = is_early and self.trainer.group.all_reduce_any(bool(caught))
+        is_caught = is_early and group.all_reduce_any(bool(caught))
         if is_caught or caught:  # maybe on another rank only
             raise Stopped(caught[0] if caught else signal.SIGTERM, is_saved=True)
 
@@ -395,9 +401,12 @@ def start_run(
         config, seconds = pace.fit_plan()
     config = config.with_values({"text.documents": corpus.settings.documents})
     ngram = None if baselines is None else baselines.ngram
-    trainer = Trainer(config, corpus, folder=folder, group=group, ngram=ngram, base_run=base_run)
-    if seconds is None:
-        seconds = expected_seconds(trainer)
+    with explained_memory_errors(config, corpus, group):
+        trainer = Trainer(
+            config, corpus, folder=folder, group=group, ngram=ngram, base_run=base_run
+        )
+        if seconds is None:
+            seconds = expected_seconds(trainer)
     if group.is_main:
         # the last ones, the best one and an unfinished one
         folder.require_room(trainer.config.train.keep_last + 2, trainer.checkpoint_bytes())
