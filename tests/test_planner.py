@@ -304,7 +304,11 @@ def test_the_search_ends_with_the_largest_size_whose_trial_does_not_run_out_of_m
         Planner(config, long, fixed_deadline(60), (), trial, n_ranks=2).plan()
 
 
-def test_the_first_trial_step_is_a_warm_up_that_on_a_gpu_tells_nothing_about_the_speed() -> None:
+def test_the_first_trial_step_is_a_warm_up_that_on_a_gpu_tells_nothing_about_the_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(budget, "synchronize", lambda _: None)
+
     class ColdLearner(Mock):
         device = torch.device("cpu")
         group = RankGroup()
