@@ -12,7 +12,7 @@
 #   ranks     90  a step of one rank over NCCL beside that of one process
 #   steps     60  a step of three sizes, and its longest kernels
 #   starts   120  seconds to the first step without and with torch.compile, from an empty cache
-#   variants 120  the same from a full cache, and a training step beside its variants
+#   variants 150  the same from a full cache, and a training step beside its variants
 #   table     90  step time and MFU for model, block and batch sizes
 #   train    200  two training budgets
 #   sample    60  1, 16 and 64 sequences
@@ -26,8 +26,8 @@
 # Without a GPU, small models test this script. CHARGPT_COMMIT names the commit of the records where
 # git does not know it.
 set -uo pipefail
-cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd) text=$(realpath "$2") nanogpt=${3:+$(realpath "$3")}
+cd "$(dirname "$0")/.."
 all="doctor tests ranks steps starts variants table train sample"
 parts=${CHARGPT_SUITE_PARTS:-$all ${nanogpt:+nanogpt}}
 seconds=${CHARGPT_SUITE_SECONDS:-60} python=${PYTHON:-python3}
@@ -91,7 +91,7 @@ part ranks 90 $python -m torch.distributed.run --standalone --nproc-per-node 1 \
   scripts/bench/bench_gpu.py "$text" --parts ranks --json "$out/ranks.json" --steps 30 "${small[@]}"
 bench_gpu steps 60 steps profile
 bench_gpu starts 120 starts
-bench_gpu variants 120 starts variants
+bench_gpu variants 150 variants
 bench_gpu table 90 table
 part train 200 $python scripts/bench/bench_train.py "$text" --repeats 1 "${ours[@]}" \
   --protocols blocks --json "$out/train.json"

@@ -36,7 +36,7 @@ def test_the_gpu_suite_runs_the_parts_asked_for_and_gathers_their_records(
     unknown = run("doctor nanogpt")  # which needs a checkout
     assert unknown.returncode == 2
     assert "cannot run nanogpt: choose from doctor tests" in unknown.stderr
-    parts = "doctor ranks steps variants table train sample"
+    parts = "doctor ranks steps starts variants table train sample"
     done = run(parts)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())
@@ -45,7 +45,7 @@ def test_the_gpu_suite_runs_the_parts_asked_for_and_gathers_their_records(
     assert found["steps"]["steps"]["1 x 32, characters per second"] > 0
     assert found["steps"]["profile"]["eager: microseconds of a step"]
     assert all(each["loss_difference"] == 0 for each in found["ranks"]["ranks"].values())
-    assert found["variants"]["starts"]["1 x 32, compiled blocks (s)"] > 0
+    assert found["starts"]["starts"]["1 x 32, compiled blocks (s)"] > 0
     differences = [each["loss_difference"] for each in found["variants"]["variants"].values()]
     assert len(differences) == 4
     assert max(differences) < 1e-5  # in float32, here

@@ -4,12 +4,12 @@
         [--json benchmarks/gpu-parts.json] [-s KEY=VALUE]...
 
 steps      a training step of three sizes: eager and as a CUDA graph, and the optimizer's share
-starts     seconds to the first step of the three sizes, with and without torch.compile. The first
-           size also imports the compiler. To time a cold start, name an empty folder in
-           TORCHINDUCTOR_CACHE_DIR; started again, the part then times a cached one
+starts     seconds to the first step of the three sizes, with and without torch.compile, whose cache
+           TORCHINDUCTOR_CACHE_DIR names: of a cold start if it is empty. The first size also
+           imports the compiler
 variants   variants of a training step beside it as it is, in turn: seconds to start, time, losses
            of ten steps (fails if they differ by 0.02), and from how many steps on a slower start
-           pays
+           pays. In one process with `starts`, what that has compiled is used again
 table      step time and MFU for three sizes, block sizes and numbers of tokens per step
 ranks      a training step of one process, and of a rank that is alone in its process group (NCCL on
            a GPU) with CUDA graphs and with DistributedDataParallel: losses in float32, and times;
