@@ -22,23 +22,36 @@ SCRIPTS = REPOSITORY / "scripts"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}
 
 
+@POSIX
 @pytest.mark.slow
-def test_the_measurements_for_a_first_gpu_run_on_a_cpu(verse: Path, tmp_path: Path) -> None:
-    record = tmp_path / "parts.json"
-    small = (
-        "-s model.n_layer=1 -s model.n_embd=32 -s model.n_head=1 -s model.block_size=16 "
-        "-s train.batch_size=2 -s dtype=float32 --steps 1 --parts steps ranks profile --json"
-    ).split()
-    command = [sys.executable, SCRIPTS / "bench" / "bench_gpu.py", verse, *small, record]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "1 x 32, whole step (ms)" in done.stdout
-    values = json.loads(record.read_text())
-    assert values["steps"]["1 x 32, characters per second"] > 0
-    assert len(values["ranks"]) == 3
-    assert all("losses within 0.0e+00" in value for value in values["ranks"].values())
-    assert values["profile"]["eager: microseconds of a step"]
-    assert values["torch"]
+def test_the_gpu_suite_runs_the_parts_asked_for_and_gathers_their_records(
+    verse: Path, tmp_path: Path
+) -> None:
+    command = [SCRIPTS / "gpu_suite.sh", tmp_path, verse]
+
+    def run(parts: str) -> "subprocess.CompletedProcess[str]":
+        environment = {**ENVIRONMENT, "CHARGPT_SUITE_PARTS": parts, "CHARGPT_SUITE_SECONDS": "8"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+    unknown = run("doctor nanogpt")  # which needs a checkout
+    assert unknown.returncode == 2
+    assert "cannot run nanogpt: choose from doctor tests" in unknown.stderr
+    parts = "doctor ranks steps starts variants table train sample"
+    done = run(parts)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["exit_codes"] == dict.fromkeys(parts.split(), "0")
+    assert found["doctor"]["checks"]
+    assert found["steps"]["steps"]["1 x 32, characters per second"] > 0
+    assert found["steps"]["profile"]["eager: microseconds of a step"]
+    assert all(each["loss_difference"] == 0 for each in found["ranks"]["ranks"].values())
+    assert found["starts"]["starts"]["1 x 32, compiled blocks (s)"] > 0
+    differences = [each["loss_difference"] for each in found["variants"]["variants"].values()]
+    assert len(differences) == 4
+    assert max(differences) < 1e-5  # in float32, here
+    assert found["table"]["table"]["1 x 32, block 16, 32 tokens"]["mfu"] > 0
+    assert found["train"]["results"]["chargpt train --budget 8s"]["steps"] > 0
+    assert found["sample"]["characters_per_second"]["64 sequences"] > 0
 
 
 @POSIX
@@ -49,22 +62,25 @@ def test_the_gpu_suite_writes_its_record_also_when_it_is_stopped(
     out = tmp_path / "out"
     process = subprocess.Popen(
         [SCRIPTS / "gpu_suite.sh", out, verse],
-        env={**ENVIRONMENT, "CHARGPT_SUITE_SECONDS": "300"},
+        env={
+            **ENVIRONMENT,
+            "CHARGPT_SUITE_PARTS": "doctor train",
+            "CHARGPT_SUITE_SECONDS": "300",
+        },
         start_new_session=True,
         stdout=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 60
     log = out / "gpu.txt"
-    while "== training" not in (log.read_text() if log.exists() else ""):
+    while "== train" not in (log.read_text() if log.exists() else ""):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(timeout=60) == 143
     found = json.loads((out / "gpu.json").read_text())
-    assert found["exit_codes"]["doctor"] == "0"
+    assert found["exit_codes"] == {"doctor": "0"}
     assert found["doctor"]["checks"]
     assert found["train"] is None
-    assert not (out / "cache").exists()
 
 
 @pytest.mark.parametrize("page", ["scripts/gpu_suite.sh", "docs/gpu.md"])

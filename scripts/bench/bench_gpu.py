@@ -1,17 +1,24 @@
 """Measurements for the first runs on a GPU, which print as they go.
 
-    python scripts/bench/bench_gpu.py TEXT [--parts steps ranks profile variants epochs]
-        [--steps 100] [--json benchmarks/gpu-parts.json] [-s KEY=VALUE]...
+    python scripts/bench/bench_gpu.py TEXT [--parts steps variants ...] [--steps 100]
+        [--json benchmarks/gpu-parts.json] [-s KEY=VALUE]...
 
 steps      a training step of three sizes: eager and as a CUDA graph, and the optimizer's share
+starts     seconds to the first step of the three sizes, with and without torch.compile, whose cache
+           TORCHINDUCTOR_CACHE_DIR names: of a cold start if it is empty. The first size also
+           imports the compiler
+variants   variants of a training step beside it as it is, in turn: seconds to start, time, losses
+           of ten steps (fails if they differ by 0.02), and from how many steps on a slower start
+           pays. In one process with `starts`, what that has compiled is used again
+table      step time and MFU for three sizes, block sizes and numbers of tokens per step
 ranks      a training step of one process, and of a rank that is alone in its process group (NCCL on
            a GPU) with CUDA graphs and with DistributedDataParallel: losses in float32, and times;
            fails if losses differ by 1e-5, or the time with CUDA graphs is 3% longer
 profile    the kernels of a training step that take the longest
-variants   the norm and attention in each implementation, forward and backward
+kernels    the norm and attention in each implementation, forward and backward
 epochs     validation loss after 10, 20 and 40 epochs with three batch sizes
 
-TEXT is a file. -s changes settings of all parts but `variants`; small models try this script
+TEXT is a file. -s changes settings of all parts but `kernels`; small models try this script
 on a CPU. The JSON is written after each measurement.
 """
 
@@ -20,7 +27,8 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from copy import deepcopy
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,26 +38,37 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
 from record import provenance, save_record
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from chargpt.config import Config, load_config
+from chargpt.analysis.doctor import matmul_flops
+from chargpt.config import Config, ModelConfig, load_config
 from chargpt.device import choose_device, choose_dtype, synchronize
 from chargpt.distributed import RankGroup
+from chargpt.errors import ChargptError
+from chargpt.models import LanguageModel, build_model
+from chargpt.models.gpt import GPT
 from chargpt.models.kernels import RMSNorm
+from chargpt.models.ngram import NGramLM
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
 from chargpt.training.learner import Learner
+from chargpt.training.optim import MOMENTUM, Muon, as_wide, orthogonalize
 from chargpt.training.planner import Size, config_of_size, length_values
 from chargpt.training.trainer import Trainer
 
 SIZES = (Size(4, 128), Size(6, 384), Size(12, 768))
 BATCHES = (16, 32, 64)  # sequences
 EPOCHS = (10, 20, 40)
+BLOCKS = (256, 512, 1024)
+TOKENS_PER_STEP = (2048, 8192, 32768)
 LONG = 10_000_000  # characters: block and batch size of such a run
 ROUNDS = 5  # of timing each way to train in turn
 COMPARED_STEPS = 10  # rounding is amplified later
+
+Train = partial[Trainer]  # on the text
+Contexts = dict[str, tuple[RankGroup, AbstractContextManager[object]]]
 
 
 class Measurements:
@@ -86,12 +105,13 @@ def run_step(learner: Learner, step: int = 0, lr_factor: float = 0.001) -> Tenso
     return loss
 
 
-def measure_steps(configs: list[Config], corpus: Corpus, number: int, found: Measurements) -> None:
+def measure_steps(
+    configs: dict[str, Config], train: Train, number: int, found: Measurements
+) -> None:
     """Measure the gradients of a step, eager and captured, and the rest of it."""
-    for config in configs:
-        trainer = Trainer(config, corpus)
+    for name, config in configs.items():
+        trainer = train(config)
         learner, device = trainer.learner, trainer.device
-        name = f"{config.model.n_layer} x {config.model.n_embd}"
         if learner.capture_error:
             found.add("steps", f"{name}, capture", learner.capture_error)
         block = learner.batches.at(0).to(device)
@@ -106,6 +126,225 @@ def measure_steps(configs: list[Config], corpus: Corpus, number: int, found: Mea
         found.add("steps", f"{name}, characters per second", characters)
 
 
+class LowPrecisionCopyLearner(Learner):
+    """The forward and backward pass use a model in `dtype`, which each update refreshes.
+
+    As it is, autocast converts the float32 weights in every forward pass.
+    """
+
+    @cached_property
+    def low_precision(self) -> nn.Module:
+        """The copy; from its creation on, steps of the optimizer refresh it."""
+        copy, step = deepcopy(self.model).to(self.dtype), self.optimizer.step
+        weights, copies = list[Tensor](self.model.parameters()), list[Tensor](copy.parameters())
+
+        @torch.no_grad()
+        def step_and_refresh(number: int | Tensor, factor: float | Tensor) -> None:
+            step(number, factor)
+            torch._foreach_copy_(copies, weights)
+
+        self.optimizer.step = step_and_refresh  # type: ignore[method-assign,assignment]
+        return copy
+
+    def _capture(self) -> None:
+        self.ddp_model = self.low_precision
+        super()._capture()
+
+    def _wrap_for_ddp(self) -> nn.Module:
+        return self.low_precision
+
+    def forward_backward(self, micro_batch: Tensor) -> Tensor:
+        self.low_precision.zero_grad(set_to_none=True)
+        loss = super().forward_backward(micro_batch)
+        gradients = [torch.empty_like(parameter) for parameter in self.model.parameters()]
+        low = [p.grad for p in self.low_precision.parameters() if p.grad is not None]
+        torch._foreach_copy_(gradients, low)
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        return loss
+
+
+def build_compiled_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
+    """Build a model of which each block is compiled; the blocks share their code."""
+    model = build_model(config, vocab_size)
+    assert isinstance(model, GPT)
+    # a CPU only tries this script, and there the default compiler takes minutes
+    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+    for block in model.blocks:
+        compiled = torch.compile(block.forward, dynamic=False, backend=backend)
+        block.forward = compiled  # type: ignore[method-assign]
+    return model
+
+
+class ForeachMuon(Muon):
+    """Adds updates to all weights of a shape by one call, whose kernel needs equal strides."""
+
+    @torch.no_grad()
+    def step(self, step: int | Tensor, factor: float | Tensor) -> None:
+        """Apply an update at `factor` times the learning rate."""
+        for names, buffer in self.groups:
+            weights: list[Tensor] = [self.parameters[name] for name in names]
+            gradient = torch.stack([as_wide(w.grad) for w in weights if w.grad is not None])
+            buffer.lerp_(gradient, 1 - MOMENTUM)
+            update = orthogonalize(gradient.lerp_(buffer, MOMENTUM), self.dtype)
+            rate = self.lr * factor
+            torch._foreach_mul_(weights, 1 - rate * self.weight_decay)
+            if isinstance(rate, Tensor):
+                update, rate = update.mul_(rate), 1.0
+            for shape in {weight.shape for weight in weights}:
+                is_tall = shape[0] > shape[1]
+                changes = (update.mT.contiguous() if is_tall else update).unbind()
+                own = [n for n, weight in enumerate(weights) if weight.shape == shape]
+                torch._foreach_add_(
+                    [weights[n] for n in own],
+                    [changes[n] for n in own],
+                    alpha=-rate * max(1, shape[0] / shape[1]) ** 0.5,
+                )
+
+
+VARIANTS: Contexts = {
+    "as it is": (RankGroup(), nullcontext()),
+    "low-precision copies of the weights": (
+        RankGroup(),
+        patch("chargpt.training.trainer.Learner", LowPrecisionCopyLearner),
+    ),
+    "compiled blocks": (
+        RankGroup(),
+        patch("chargpt.training.learner.build_model", build_compiled_model),
+    ),
+    "foreach addition in Muon": (RankGroup(), patch("chargpt.training.optim.Muon", ForeachMuon)),
+}
+
+
+def timed_learner(
+    train: Train,
+    config: Config,
+    group: RankGroup = RankGroup(),
+    context: AbstractContextManager[object] = nullcontext(),
+) -> tuple[Learner, float]:
+    """Return a learner that has run a step, and the seconds that both took."""
+    start = time.perf_counter()
+    with context:
+        learner = train(config, group=group).learner
+        run_step(learner, lr_factor=0.0)  # without CUDA graphs, blocks are compiled here
+    synchronize(learner.device)
+    return learner, time.perf_counter() - start
+
+
+def measure_starts(configs: dict[str, Config], train: Train, found: Measurements) -> None:
+    """Measure the seconds to the first step, without and with compiled blocks."""
+    for size, config in configs.items():
+        timed_learner(train, config)  # warm-up
+        for name in ("as it is", "compiled blocks"):
+            _, seconds = timed_learner(train, config, *VARIANTS[name])
+            found.add("starts", f"{size}, {name} (s)", round(seconds, 2))
+
+
+def compare_steps(
+    part: str,
+    contexts: Contexts,
+    configs: dict[str, Config],
+    train: Train,
+    number: int,
+    found: Measurements,
+    *,
+    max_difference: float,
+    max_ratio: float = math.inf,
+    **checked: object,
+) -> list[str]:
+    """Measure steps in each context, in turn; return what differs too much from the first one.
+
+    Args:
+        max_difference: of the losses of the first steps, in nats.
+        max_ratio: of the times, for steps that are captured.
+        checked: settings of the runs whose losses are compared.
+    """
+    failures = []
+    for size, config in configs.items():
+
+        def learners(config: Config) -> dict[str, tuple[Learner, float]]:
+            timed_learner(train, config)  # warm-up
+            return {name: timed_learner(train, config, *way) for name, way in contexts.items()}
+
+        timed, losses = learners(config.with_values(checked)), {}
+        for name, (learner, _) in timed.items():
+            steps = [run_step(learner, step, 0.1) for step in range(COMPARED_STEPS)]
+            losses[name] = torch.stack(steps)
+            if checked:
+                learner.unwrap_ddp()
+        if checked:
+            timed = learners(config)
+        times = dict.fromkeys(contexts, math.inf)
+        for _ in range(ROUNDS):
+            for name, (learner, _) in timed.items():
+                step = partial(run_step, learner)
+                times[name] = min(times[name], milliseconds(step, learner.device, number))
+        first = next(iter(contexts))
+        for name, (learner, seconds) in timed.items():
+            learner.unwrap_ddp()
+            gain, delay = times[first] - times[name], seconds - timed[first][1]
+            ratio = round(times[name] / times[first], 3)
+            difference = float((losses[name] - losses[first]).abs().max())
+            value = {
+                "ms": times[name],
+                "ratio": ratio,
+                "loss_difference": difference,
+                "start_seconds": round(seconds, 2),
+                "pays_from_step": round(1000 * max(0.0, delay) / gain) if gain > 0 else None,
+                "capture_error": learner.capture_error,
+            }
+            found.add(part, f"{size}, {name}", value)
+            is_slow = learner.captured_update is not None and ratio > max_ratio
+            # a difference of NaN fails, too
+            if not difference <= max_difference or is_slow or learner.capture_error is not None:
+                failures.append(f"{size}, {name}: {value}")
+    return failures
+
+
+def measure_table(
+    configs: dict[str, Config],
+    changes: dict[str, object],
+    train: Train,
+    number: int,
+    found: Measurements,
+) -> None:
+    """Measure step time and MFU for block sizes and tokens per step, without soft targets.
+
+    Operations of a step: 6 a parameter (the embedding is looked up, not multiplied) and 12 L C T
+    for attention, each a token (Chowdhery et al. 2022, appendix B).
+    """
+    first = next(iter(configs.values()))
+    device = choose_device(first.device)[0]
+    peak = matmul_flops(device, choose_dtype(device, first.dtype)[0])
+    for size, base in configs.items():
+        for block_size in BLOCKS:
+            for tokens in TOKENS_PER_STEP:
+                config = base.with_values(
+                    {
+                        "model.block_size": block_size,
+                        "train.batch_size": tokens // block_size,
+                        "train.ngram_target_weight": 0.0,
+                        **changes,
+                    }
+                )
+                model, n_tokens = config.model, config.tokens_per_step
+                name = f"{size}, block {model.block_size}, {n_tokens:,} tokens"
+                if name in found.values.get("table", {}):
+                    continue
+                try:
+                    trainer = train(config)
+                    run = partial(run_step, trainer.learner)
+                    ms = milliseconds(run, trainer.device, number)
+                except (ChargptError, RuntimeError) as error:  # too little text or memory
+                    found.add("table", name, str(error).partition("\n")[0][:100])
+                    continue
+                embedding = trainer.corpus.tokenizer.vocab_size * model.n_embd
+                operations = 6 * (trainer.model.num_parameters() - embedding)
+                operations += 12 * model.n_layer * model.n_embd * model.block_size
+                mfu = operations * n_tokens / (ms / 1000) / peak
+                found.add("table", name, {"ms": ms, "mfu": round(mfu, 4)})
+
+
 class SingleRank(RankGroup):
     """A rank that communicates with itself, as one of several does with the others."""
 
@@ -116,57 +355,30 @@ class SingleRank(RankGroup):
 
 
 def measure_ranks(
-    configs: list[Config], corpus: Corpus, number: int, found: Measurements
+    configs: dict[str, Config], train: Train, number: int, found: Measurements
 ) -> list[str]:
     """Measure a step with and without a process group; return what differs too much."""
     eager = patch("chargpt.training.learner.can_capture", return_value=False)
-    ways: dict[str, tuple[RankGroup, AbstractContextManager[object]]] = {
+    contexts: Contexts = {
         "one process": (RankGroup(), nullcontext()),
         "one rank, CUDA graphs": (SingleRank(), nullcontext()),
         "one rank, DistributedDataParallel": (SingleRank(), eager),
     }
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    failures = []
-
-    def learners(config: Config) -> dict[str, Learner]:
-        made = {}
-        for name, (group, context) in ways.items():
-            with context:
-                made[name] = Trainer(config, corpus, group=group).learner
-        return made
-
-    for config in configs:
-        losses = {}
-        for name, learner in learners(config.with_values({"dtype": "float32"})).items():
-            steps = [run_step(learner, step, 0.1) for step in range(COMPARED_STEPS)]
-            losses[name] = torch.stack(steps)
-            learner.unwrap_ddp()
-        timed = learners(config)
-        times = dict.fromkeys(ways, math.inf)
-        for _ in range(ROUNDS):
-            for name, learner in timed.items():
-                step = partial(run_step, learner)
-                times[name] = min(times[name], milliseconds(step, learner.device, number))
-        for name, learner in timed.items():
-            learner.unwrap_ddp()
-            difference = float((losses[name] - losses["one process"]).abs().max())
-            ratio = times[name] / times["one process"]
-            value = f"{times[name]:8.3f} ms, {ratio:.3f} times, losses within {difference:.1e}"
-            if learner.capture_error is not None:
-                value += f", {learner.capture_error}"
-            size = f"{config.model.n_layer} x {config.model.n_embd}"
-            found.add("ranks", f"{size:8}, {name:33}", value)
-            is_slow = learner.captured_update is not None and ratio > 1.03
-            if difference > 1e-5 or is_slow or learner.capture_error is not None:
-                failures.append(f"{size}, {name}: {value}")
+    failures = compare_steps(
+        *("ranks", contexts, configs, train, number, found),
+        max_difference=1e-5,
+        max_ratio=1.03,
+        dtype="float32",
+    )
     dist.destroy_process_group()
     return failures
 
 
-def profile_step(config: Config, corpus: Corpus, found: Measurements) -> None:
+def profile_step(config: Config, train: Train, found: Measurements) -> None:
     """Print the kernels of an eager step that take the longest."""
-    trainer = Trainer(config, corpus)
+    trainer = train(config)
     learner = trainer.learner
     activities = [torch.profiler.ProfilerActivity.CPU]
     if trainer.device.type == "cuda":
@@ -193,7 +405,7 @@ def profile_step(config: Config, corpus: Corpus, found: Measurements) -> None:
         found.add("profile", f"{name}: microseconds of a step", kernels)
 
 
-def measure_variants(device: torch.device, number: int, found: Measurements) -> None:
+def measure_kernels(device: torch.device, number: int, found: Measurements) -> None:
     """Measure implementations of the norm and of attention."""
     dtype, _ = choose_dtype(device, "auto")
     for width in (size.n_embd for size in SIZES):
@@ -207,7 +419,7 @@ def measure_variants(device: torch.device, number: int, found: Measurements) -> 
             ),
         }
         for name, norm in variants.items():
-            found.add("variants", f"norm {width}, {name} (ms)", both(norm, [x], device, number))
+            found.add("kernels", f"norm {width}, {name} (ms)", both(norm, [x], device, number))
         heads = width // 64
         q, k, v = (
             torch.randn(16, heads, 256, 64, device=device, dtype=dtype, requires_grad=True)
@@ -226,7 +438,7 @@ def measure_variants(device: torch.device, number: int, found: Measurements) -> 
                     )
             except RuntimeError as error:
                 seconds = str(error).partition("\n")[0][:100]
-            found.add("variants", name, seconds)
+            found.add("kernels", name, seconds)
 
 
 def both(
@@ -259,7 +471,7 @@ def measure_epochs(config: Config, corpus: Corpus, found: Measurements) -> None:
 
 def main() -> None:
     """Run the chosen parts."""
-    parts = ("steps", "ranks", "profile", "variants", "epochs")
+    parts = ("starts", "steps", "variants", "table", "ranks", "profile", "kernels", "epochs")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", type=Path)
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
@@ -270,20 +482,29 @@ def main() -> None:
     pairs = (each.partition("=") for each in arguments.set)
     changes = {key: yaml.safe_load(value) for key, _, value in pairs}
     base = load_config("gpt").with_values({"text.path": str(arguments.text)})
-    corpus = load_corpus(base.text)
-    configs = [config_of_size(base, size, LONG, corpus).with_values(changes) for size in SIZES]
-    device, found = choose_device(base.device)[0], Measurements(arguments.json)
+    corpus, number = load_corpus(base.text), arguments.steps
+    sized = [config_of_size(base, size, LONG, corpus).with_values(changes) for size in SIZES]
+    configs = {f"{each.model.n_layer} x {each.model.n_embd}": each for each in sized}
+    ngram = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size)
+    train = partial(Trainer, corpus=corpus, ngram=ngram)
+    found, failures = Measurements(arguments.json), list[str]()
+    shared = (configs, train, number, found)
+    if "starts" in arguments.parts:
+        measure_starts(configs, train, found)
     if "steps" in arguments.parts:
-        measure_steps(configs, corpus, arguments.steps, found)
-    failures = []
-    if "ranks" in arguments.parts:
-        failures = measure_ranks(configs, corpus, arguments.steps, found)
-    if "profile" in arguments.parts:
-        profile_step(configs[1], corpus, found)
+        measure_steps(*shared)
     if "variants" in arguments.parts:
-        measure_variants(device, arguments.steps, found)
+        failures += compare_steps("variants", VARIANTS, *shared, max_difference=0.02)
+    if "table" in arguments.parts:
+        measure_table(configs, changes, train, math.ceil(number / 5), found)
+    if "ranks" in arguments.parts:
+        failures += measure_ranks(*shared)
+    if "profile" in arguments.parts:
+        profile_step(sized[1], train, found)
+    if "kernels" in arguments.parts:
+        measure_kernels(choose_device(base.device)[0], number, found)
     if "epochs" in arguments.parts:
-        measure_epochs(configs[1], corpus, found)
+        measure_epochs(sized[1], corpus, found)
     if failures:
         raise SystemExit("\n".join(["differs too much:", *failures]))
 

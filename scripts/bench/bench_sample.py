@@ -1,14 +1,14 @@
 """Benchmark of sampling: characters per second for one and many sequences, beside others.
 
     python scripts/bench/bench_sample.py [--nanogpt DIR] [--llama] [--repeats 3]
-        [--json benchmarks/sample.json]
+        [--length N] [--json benchmarks/sample.json]
 
 The model is that of the config `gpt`: 4 layers, width 128, 65 characters, block size 128; for
 64 sequences also the block size 64 of nanoGPT's small CPU model. Weights are random, because speed
 does not depend on them. `--llama` also runs the exported model (f32) in llama.cpp, which evicts
 half of its context when that is full, as chargpt does. Every measurement is a process of its own,
 on this machine's best device for chargpt and on the CPU for the others. The first 20 characters are
-a warm-up and not timed.
+a warm-up and not timed. `--length` shortens chargpt's sequences to N characters.
 """
 
 import argparse
@@ -138,12 +138,14 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path)
     parser.add_argument("--llama", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--length", type=int, default=20_000)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     nanogpt = arguments.nanogpt.absolute() if arguments.nanogpt else None
     speeds: dict[str, list[float]] = {}
     for _ in range(arguments.repeats):
-        for name, case in CASES.items():
+        for name, (sequences, length, block_size) in CASES.items():
+            case = (sequences, min(length, arguments.length), block_size)
             speeds.setdefault(name, []).append(measure(CHARGPT, case))
             save_record(record_of(speeds), arguments.json)
         for name, case in LLAMA_CASES.items() if arguments.llama else ():

@@ -1,12 +1,15 @@
 """Benchmark of training: loss against time beside nanoGPT, in whole interleaved processes.
 
-    python scripts/bench/bench_train.py TEXT [--nanogpt DIR] [--recipe cpu|gpu] [--repeats 3]
+    python scripts/bench/bench_train.py TEXT [--nanogpt DIR] [--recipe cpu|gpu|long] [--repeats 3]
         [--ours "--budget 10s"]... [--json benchmarks/train.json] [--plot benchmarks/train.svg]
         [--nanogpt-seconds N]
 
 TEXT is a file. DIR is a checkout of nanoGPT; its README's recipe runs in a copy of it, and is
-stopped after N seconds if they are given: its best checkpoint until then is scored. The JSON is
-written after every run.
+stopped after N seconds if they are given: its best checkpoint until then is scored. The recipe
+`long` also trains nanoGPT compiled, with the layers, width, heads, block and batch size of the last
+of --ours, and a learning rate that decays until N seconds after the start of the process, or after
+its first step: without start and compilation. Its number of steps is computed from a trial. Each
+process compiles with an empty cache. The JSON is written after every run.
 Each of --ours is what follows `chargpt train TEXT -s seed=N`, N being the number of the repeat,
 from 1. A time is that of a whole process, from a cold start to its end with the checkpoint saved;
 scoring comes after. Both are scored by chargpt's `blocks` protocol on the same last tenth, nanoGPT
@@ -28,6 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from record import provenance, save_record
 
 SMALL = (
@@ -35,7 +39,13 @@ SMALL = (
     "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 "
     "--dropout=0.0"
 )
-RECIPES = {"cpu": SMALL.split(), "gpu": []}  # for a GPU, its config as it stands
+# for a GPU, its config as it stands
+RECIPES = {"cpu": SMALL.split(), "gpu": [], "long": []}
+if not torch.cuda.is_available():
+    RECIPES["long"] = SMALL.split()
+TRIAL_STEPS = 40  # of which half are measured
+# of the time, for a trial's error and the last evaluation
+USED_FRACTION = 0.95
 
 # run with nanoGPT's folder on the path; prints the loss that our own code measures
 SCORE = """
@@ -91,7 +101,12 @@ multiplied = trainer.model.num_parameters() - trainer.corpus.tokenizer.vocab_siz
 each = 6 * multiplied + 12 * model.n_layer * model.n_embd * model.block_size
 done = each * train.batch_size * model.block_size / statistics.median(seconds[3:])
 peak = matmul_flops(trainer.device, trainer.dtype)
-print(json.dumps({"matrix_gflops": peak / 1e9, "share_of_matrix_peak": done / peak}))
+size = {name: getattr(model, name) for name in ("n_layer", "n_head", "n_embd", "block_size")}
+print(json.dumps({
+    "matrix_gflops": peak / 1e9,
+    "share_of_matrix_peak": done / peak,
+    "size": {**size, "batch_size": train.batch_size},
+}))
 """
 
 
@@ -100,7 +115,12 @@ def timed(words: list[str], cwd: Path, log: Path, limit: float | None = None) ->
     with open(log, "w", encoding="utf-8") as file:
         start = time.perf_counter()
         process = subprocess.Popen(
-            words, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            words,
+            cwd=cwd,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(log.with_suffix(".cache"))},
         )
         try:
             process.wait(limit)
@@ -147,41 +167,70 @@ def run_ours(
     return {"seconds": seconds, **losses, **facts, "steps": found["step"], **share}
 
 
-def run_nanogpt(
-    text: Path, checkout: Path, folder: Path, recipe: str, limit: float | None
-) -> dict[str, Any]:
-    """Prepare and train once with nanoGPT's README commands, and score the checkpoint.
+def prepare_nanogpt(text: Path, checkout: Path, folder: Path) -> float:
+    """Copy nanoGPT's checkout to a folder and prepare the text there; return its seconds."""
+    shutil.copytree(checkout, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git"))
+    data = folder / "data" / "shakespeare_char"
+    shutil.copy(text, data / "input.txt")
+    (data / "requests.py").touch()  # imported for a download that is not needed
+    return timed([sys.executable, "prepare.py"], data, folder / "prepare.txt")
+
+
+def run_nanogpt(text: Path, copy: Path, options: list[str], limit: float | None) -> dict[str, Any]:
+    """Train once with nanoGPT's README command and more options, and score the checkpoint.
 
     Raises:
         RuntimeError: it failed, or saved no checkpoint within `limit` seconds.
     """
-    copy = folder / "nanogpt"
-    shutil.copytree(checkout, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git"))
-    data = copy / "data" / "shakespeare_char"
-    shutil.copy(text, data / "input.txt")
-    (data / "requests.py").touch()  # imported for a download that is not needed
-    preparing = timed([sys.executable, "prepare.py"], data, folder / "prepare.txt")
-    words = ["train.py", "config/train_shakespeare_char.py", *RECIPES[recipe]]
+    shutil.rmtree(copy / "out-shakespeare-char", ignore_errors=True)
+    words = [sys.executable, "train.py", "config/train_shakespeare_char.py", *options]
+    log_path = copy / "log.txt"
+    shutil.rmtree(log_path.with_suffix(".cache"), ignore_errors=True)
     try:
-        training = timed([sys.executable, *words], copy, folder / "log.txt", limit)
+        training = timed(words, copy, log_path, limit)
     except RuntimeError as error:  # perhaps there is no C compiler
         print(f"{error}\nonce more without torch.compile", file=sys.stderr)
-        words.append("--compile=False")
-        training = timed([sys.executable, *words], copy, folder / "log.txt", limit)
+        training = timed([*words, "--compile=False"], copy, log_path, limit)
     checkpoint = copy / "out-shakespeare-char" / "ckpt.pt"
     if not checkpoint.exists():
         raise RuntimeError(f"nanoGPT saved no checkpoint within {training:.0f} s")
     score = [sys.executable, "-c", SCORE, str(checkpoint), str(text)]
     found = printed(score, copy, PYTHONPATH=os.pathsep.join([str(copy), *sys.path[1:]]))
-    log = (folder / "log.txt").read_text()
+    log = log_path.read_text()
     iterations = [int(number) for number in re.findall(r"^iter (\d+):", log, re.M)]
-    result = {
-        "seconds": training,
-        "prepare_seconds": preparing,
-        "blocks": found["nats_per_char"],
-        "iterations": iterations[-1],
-    }
+    result = {"seconds": training, "blocks": found["nats_per_char"], "iterations": iterations[-1]}
     return result | {"curve": curve_of(log, training)}
+
+
+def same_size_options(
+    copy: Path, recipe: list[str], size: dict[str, int], seconds: float
+) -> dict[str, list[str]]:
+    """Return options of runs of our size whose decay ends after `seconds`.
+
+    The start and compilation count in one of them, and not in the other.
+    """
+    options = [*recipe, *(f"--{name}={value}" for name, value in size.items()), "--dropout=0.0"]
+    options += ["--eval_iters=20", "--always_save_checkpoint=True"]
+    trial = [f"--max_iters={TRIAL_STEPS}", "--log_interval=1"]
+    words = [sys.executable, "train.py", "config/train_shakespeare_char.py", *options, *trial]
+    whole = timed(words, copy, copy / "trial.txt")
+    step = statistics.median(step_seconds((copy / "trial.txt").read_text())[TRIAL_STEPS // 2 :])
+    start = whole - TRIAL_STEPS * step
+    ways = {"our size": seconds - start, "our size, start not counted": seconds}
+    numbers = {name: max(1, int(USED_FRACTION * left / step)) for name, left in ways.items()}
+    return {
+        name: [
+            *options,
+            *(f"--{key}={number}" for key in ("max_iters", "lr_decay_iters", "eval_interval")),
+            f"--warmup_iters={min(100, number // 10)}",
+        ]
+        for name, number in numbers.items()
+    }
+
+
+def step_seconds(log: str) -> list[float]:
+    """Return the time of each iteration in nanoGPT's log."""
+    return [float(ms) / 1000 for ms in re.findall(r"^iter \d+: .* time ([\d.]+)ms", log, re.M)]
 
 
 def curve_of(log: str, seconds: float) -> list[tuple[float, float]]:
@@ -189,7 +238,7 @@ def curve_of(log: str, seconds: float) -> list[tuple[float, float]]:
 
     An iteration's time holds the evaluation before it; what no iteration took is the start.
     """
-    taken = [float(ms) / 1000 for ms in re.findall(r"^iter \d+: .* time ([\d.]+)ms", log, re.M)]
+    taken = step_seconds(log)
     curve, passed = [], seconds - sum(taken)
     iterations = iter(taken)
     for line in log.splitlines():
@@ -208,7 +257,7 @@ def draw(results: dict[str, dict[str, Any]], curve: list[tuple[float, float]], p
     axes = figure.add_subplot()
     if curve:
         axes.plot(*zip(*curve[1:], strict=True), "o-", color="#D55E00", label="nanoGPT")
-    ours = [result for name, result in results.items() if name != "nanoGPT"]
+    ours = [result for name, result in results.items() if not name.startswith("nanoGPT")]
     medians = sorted((result["seconds"], result["blocks"]) for result in ours)
     axes.plot(*zip(*medians, strict=True), "o-", color="#0072B2", label="chargpt --budget")
     for result in ours:
@@ -242,7 +291,11 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--nanogpt-seconds", type=float)
     arguments = parser.parse_args()
+    if arguments.recipe == "long" and not (arguments.ours and arguments.nanogpt_seconds):
+        parser.error("the recipe `long` needs --ours and --nanogpt-seconds")
     text = arguments.text.absolute()
+    failures: list[str] = []
+    size: dict[str, int] = {}
     results: dict[str, list[dict[str, Any]]] = {}
     curve: list[tuple[float, float]] = []
     record: dict[str, Any] = {}
@@ -257,17 +310,33 @@ def main() -> None:
         for words in arguments.ours:
             with tempfile.TemporaryDirectory() as folder:
                 run = run_ours(text, words, number, Path(folder), arguments.protocols)
+            size = run["size"]
             add(f"chargpt train {words}", number, run)
-        if arguments.nanogpt:
-            checkout, limit = arguments.nanogpt.absolute(), arguments.nanogpt_seconds
-            with tempfile.TemporaryDirectory() as folder:
-                run = run_nanogpt(text, checkout, Path(folder), arguments.recipe, limit)
-            curve = curve or run["curve"]
-            del run["curve"]
-            add("nanoGPT", number, run)
+        if arguments.nanogpt is None:
+            continue
+        recipe, limit = RECIPES[arguments.recipe], arguments.nanogpt_seconds
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, "nanogpt")
+            preparing = prepare_nanogpt(text, arguments.nanogpt.absolute(), copy)
+            runs = {"nanoGPT": (recipe, limit)}
+            if arguments.recipe == "long":
+                options = same_size_options(copy, recipe, size, limit)
+                runs |= {f"nanoGPT, {name}": (each, None) for name, each in options.items()}
+            for name, (each, seconds) in runs.items():
+                try:
+                    run = run_nanogpt(text, copy, each, seconds)
+                except RuntimeError as error:
+                    failures.append(f"{name}: {error}")
+                    continue
+                if name == "nanoGPT":
+                    curve = curve or run["curve"]
+                del run["curve"]
+                add(name, number, run | {"prepare_seconds": preparing})
     if arguments.plot:
         draw(record["results"], curve, arguments.plot)
     print(json.dumps(record, indent=2))
+    if failures:
+        raise SystemExit("\n".join(failures))
 
 
 def record_of(
@@ -277,7 +346,7 @@ def record_of(
     summaries = {name: summary(runs) for name, runs in results.items()}
     peer = summaries.get("nanoGPT")
     for name, result in summaries.items():
-        if peer and name != "nanoGPT":
+        if peer and not name.startswith("nanoGPT"):
             result["time_against_nanogpt"] = round(peer["seconds"] / result["seconds"], 2)
             result["nats_below_nanogpt"] = round(peer["blocks"] - result["blocks"], 4)
     return {**provenance(), "text": text.name, "results": summaries, "nanogpt_curve": curve}
