@@ -190,7 +190,7 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
 ) -> None:
     monkeypatch.setattr(Trials, "__call__", lambda self, *_: 1e5)
     token_seconds = 2.0 / TIMED_TOKENS  # scoring these takes two seconds
-    monkeypatch.setattr(Trials, "measure_scoring", lambda self: token_seconds)
+    monkeypatch.setattr(Trials, "measure_scoring", lambda *_: token_seconds)
     clock = SimpleNamespace(now=0.0)
     fixed = {word.split("=")[0] for word in (*TINY, *STEPS[1:])}
     deadline = Deadline.from_budget(seconds, 0.0, lambda: clock.now)
@@ -218,7 +218,7 @@ def test_the_plan_leaves_time_for_the_mixture(
         return pace_of(self.deadline, self.config)
 
     monkeypatch.setattr(Planner, "plan", planned)
-    monkeypatch.setattr(Trials, "measure_scoring", lambda self: 1e-6)
+    monkeypatch.setattr(Trials, "measure_scoring", lambda *_: 1e-6)
     for name, fixed in (("with", ()), ("without", ("text.mixture_characters",))):
         deadline = Deadline.from_budget(10.0, 0.0, lambda: 0.0)
         created = create_run(tiny(verse, *STEPS), tmp_path / name, deadline, fixed)

@@ -78,7 +78,7 @@ def test_the_plan_of_this_machine_is_what_train_would_do_and_leaves_nothing(
         return 1e10 / count_parameters(config.model, 40)
 
     monkeypatch.setattr(Trials, "__call__", speed)
-    monkeypatch.setattr(Trials, "measure_scoring", lambda _: 1e-6)
+    monkeypatch.setattr(Trials, "measure_scoring", lambda *_: 1e-6)
     words = "plan", verse, "--budget", "60s", "-s", "device=cpu"
     planned = json.loads(cli(*words, "--json").stdout)
     assert "nats/char, predicted" in cli(*words).stdout

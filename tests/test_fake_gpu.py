@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from chargpt.analysis import doctor
-from chargpt.config import TextConfig, load_config
+from chargpt.config import Config, TextConfig, load_config
 from chargpt.inference import decoders
 from chargpt.inference.decoders import GraphDecoder, ModelDecoder, NumpyDecoder, build_decoder
 from chargpt.models.gpt import GPT
@@ -215,9 +215,8 @@ def test_first_calls_which_load_kernels_are_not_timed(
     assert trial == pytest.approx(0.001 * decoders.TRIAL_STEPS)
     seconds += [9.0, 0.001]
     monkeypatch.setattr("chargpt.training.budget.evaluate_tokens", work)
-    trials = Trials(corpus)
-    trials.learner = Mock(model=noisy_model())
-    assert trials.measure_scoring() == pytest.approx(0.001)
+    config = Config().with_values({"device": "cpu"})
+    assert Trials(corpus).measure_scoring(config) == pytest.approx(0.001)
 
 
 @pytest.mark.usefixtures("meta")

@@ -16,6 +16,7 @@ from chargpt.device import ThreadTuner, choose_device, default_threads, measure_
 from chargpt.distributed import RankGroup
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.log import logger
+from chargpt.models import build_model
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, MIN_MIXTURE_CHARACTERS, Corpus
 from chargpt.training.deadline import (
     INITIAL_FRACTION,
@@ -105,9 +106,7 @@ def plan_more_steps(
 def reserve_scoring(pace: Pace, trials: "Trials") -> None:
     """Keep the measured time of scoring after the last step, for re-planning too."""
     config, corpus = pace.config, trials.corpus
-    if trials.learner is None:
-        trials(config, 0.0)
-    token_seconds = trials.measure_scoring()
+    token_seconds = trials.measure_scoring(config)
     reserved = scoring_seconds(pace.deadline, corpus, config, token_seconds)
     pace.deadline = replace(pace.deadline, scoring_seconds=reserved)
     n_scored = min(config.train.evaluation_tokens, len(corpus.split("val")))
@@ -146,14 +145,10 @@ class Trials:
     """Measures configs on a text; the planner calls it for each size that it considers.
 
     What it returns is rank 0's measurement, on every rank.
-
-    Attributes:
-        learner: of the last trial; None if it did not fit into the memory.
     """
 
     def __init__(self, corpus: Corpus, group: RankGroup = RankGroup()) -> None:
         self.corpus, self.group = corpus, group
-        self.learner: Learner | None = None
 
     def __call__(self, config: Config, max_seconds: float = math.inf) -> float:
         """Return the tokens per second of trial steps, without n-gram soft targets.
@@ -165,9 +160,6 @@ class Trials:
             DeviceError: there is not enough memory.
         """
         fresh = {"train.ngram_target_weight": 0.0, "train.from_run": None, "optim.l2_sp": 0.0}
-        if self.learner is not None:
-            self.learner.unwrap_ddp()
-        self.learner = None  # its memory is free for the next one
         torch.cuda.empty_cache()  # CUDA graphs take memory beside torch's
         config = config.with_values(fresh)
         with explained_memory_errors(config, self.corpus, self.group):
@@ -175,17 +167,18 @@ class Trials:
             seconds = measure_step_seconds(
                 learner, TRIAL_STEPS, update=True, max_seconds=max_seconds
             )
-        self.learner = learner
+            learner.unwrap_ddp()
         return config.tokens_per_step / seconds
 
-    def measure_scoring(self) -> float:
-        """Return the seconds per token of scoring with the model of the last trial; drop it."""
-        assert self.learner is not None
+    def measure_scoring(self, config: Config) -> float:
+        """Return the seconds per token of scoring with a model of these sizes."""
+        tokenizer = self.corpus.tokenizer
+        model = build_model(config.model, tokenizer.vocab_size)
+        model.first_continuation_id = tokenizer.first_continuation_id
+        model.to(choose_device(config.device)[0])
         # a short split is repeated: a single forward pass says little about the time of many
         val = self.corpus.split("val")
         tokens = np.resize(val[: TIMED_TOKENS + 1], TIMED_TOKENS + 1)
-        self.learner.unwrap_ddp()
-        model, self.learner = self.learner.model, None
         # the first call is a warm-up: a GPU loads its kernels
         for n_timed in (model.block_size, TIMED_TOKENS):
             start = time.perf_counter()
