@@ -328,7 +328,7 @@ def test_the_first_trial_step_is_a_warm_up_that_on_a_gpu_tells_nothing_about_the
     ("launch_seconds", "flops", "values", "n_ranks", "device", "is_tried"),
     [
         (0.0, 2e10, {}, 1, "cpu", True),
-        (0.04, 0.8e12, {}, 1, "auto", True),  # the CPU is faster with the smallest size only
+        (0.08, 0.8e12, {}, 1, "auto", True),  # the CPU is faster with the smallest size only
         (0.001, 1e14, {}, 1, "auto", False),
         (0.0, 2e10, {"device": "cuda"}, 1, "cuda", False),
         (0.0, 2e10, {}, 2, "auto", False),
@@ -361,7 +361,6 @@ def test_beside_a_slow_gpu_the_cpu_is_tried_and_trains_if_its_predicted_loss_is_
     chosen = Planner(config, long, fixed_deadline(60), (), speed, n_ranks).plan().config
     assert (chosen.device, chosen.threads) == (device, 3 if device == "cpu" else None)
     assert any(each.device == "cpu" for each in measured) == is_tried
-    assert measured[-1].device == device  # whose model measures the speed of scoring
     assert any("-s device=meta trains there" in note for note in notes) == (device == "cpu")
 
 
@@ -727,7 +726,7 @@ def test_a_device_a_thousand_times_faster_than_measured_keeps_to_the_cap_on_epoc
     deadline = Deadline.from_budget(60.0, 0.0, clock=lambda: next(clock) / 1000)
     # characters per second, cold
     monkeypatch.setattr(Trials, "__call__", lambda self, *_: 60.0)
-    monkeypatch.setattr(Trials, "measure_scoring", lambda self: 1e-6)
+    monkeypatch.setattr(Trials, "measure_scoring", lambda *_: 1e-6)
     made = create_run(load_config("gpt").with_values(values), tmp_path / "run", deadline, values)
     assert made.trainer.config.train.max_steps == MIN_STEPS
     last = list(made.reports())[-1]

@@ -62,7 +62,7 @@ class Gpu:
 GPUS = {
     gpu.name.lower(): gpu
     for gpu in (
-        Gpu("T4", 8.1e12, 16e9, 16e9, 12.5e9),  # in float32, as it lacks bfloat16
+        Gpu("T4", 65e12, 16e9, 16e9, 12.5e9),  # in float16
         Gpu("A100", 312e12, 80e9, 300e9, 200e9),
         Gpu("H100", 989e12, 80e9, 450e9, 400e9),
         Gpu("H200", 989e12, 141e9, 450e9, 400e9),

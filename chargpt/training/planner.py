@@ -51,8 +51,8 @@ class Size:
 SIZES = (
     *(Size(4, 64), Size(4, 96), Size(4, 128), Size(5, 192), Size(6, 256), Size(6, 384)),
     # larger than those of the fitted runs
-    *(Size(8, 512), Size(10, 640), Size(12, 768), Size(16, 1024), Size(24, 1536)),
-    *(Size(24, 2048), Size(32, 2560), Size(32, 4096)),
+    *(Size(8, 512), Size(10, 512), Size(10, 640), Size(12, 640), Size(12, 768), Size(16, 1024)),
+    *(Size(24, 1536), Size(24, 2048), Size(32, 2560), Size(32, 4096)),
 )
 
 
@@ -66,21 +66,21 @@ class LengthPreset:
 
     min_tokens: int
     block_size: int
-    tokens_per_step: int  # per update
     cooldown: float  # fraction of the steps; the steps before it measure the speed
     evaluations: int = 6
 
 
 LENGTH_PRESETS = (  # by rising `min_tokens`
-    LengthPreset(0, 128, 1024, 0.6, evaluations=2),  # each takes as long as four steps
-    LengthPreset(150_000, 128, 2048, 0.6, evaluations=2),
-    LengthPreset(1_000_000, 256, 2048, 0.7),
-    LengthPreset(3_000_000, 256, 4096, 0.7),
+    LengthPreset(0, 128, 0.6, evaluations=2),  # each takes as long as four steps
+    LengthPreset(1_000_000, 256, 0.7),
     # longer than the runs that the others were found by
-    LengthPreset(100_000_000, 512, 8192, 0.7),
-    LengthPreset(1_000_000_000, 1024, 16384, 0.7),
+    LengthPreset(100_000_000, 512, 0.7),
+    LengthPreset(1_000_000_000, 1024, 0.7),
 )
-BATCH_EXPONENT = 0.383  # of the length, of runs that are longer than the last preset
+# tokens of an update in a run of 1e8 tokens, and the exponent of the length for others: those of
+# nanochat, which the batches found here for 150 thousand to 12 million tokens agree with
+BATCH_TOKENS, BATCH_EXPONENT = 16_384, 0.383
+MAX_RANK_TOKENS = 16_384  # of an update on one rank: more would leave no memory for large models
 # length of training that is assumed until a speed is measured, and at least for larger sizes
 INITIAL_TOKENS = 350_000
 
@@ -147,14 +147,18 @@ def length_preset_for(n_tokens: float) -> LengthPreset:
     return [each for each in LENGTH_PRESETS if each.min_tokens <= n_tokens][-1]
 
 
-def useful_ranks(config: Config, n_tokens: float) -> int:
-    """Return the sequences of the batch that is best for a run over about `n_tokens` tokens.
+def batch_tokens(n_tokens: float) -> int:
+    """Return the tokens per update that are best for a run over about `n_tokens` tokens.
 
-    Beyond the presets it grows with the length as nanochat's does, which has not been tried here.
+    It is the power of two nearest to the law, so that it divides over ranks and micro-batches.
     """
-    preset = length_preset_for(n_tokens)
-    growth = max(1.0, n_tokens / LENGTH_PRESETS[-1].min_tokens) ** BATCH_EXPONENT
-    return max(1, int(growth * preset.tokens_per_step) // config.model.block_size)
+    best = BATCH_TOKENS * (n_tokens / 1e8) ** BATCH_EXPONENT
+    return 1 << max(0, round(math.log2(best)))
+
+
+def useful_ranks(config: Config, n_tokens: float) -> int:
+    """Return the sequences of the batch that is best for a run over about `n_tokens` tokens."""
+    return max(1, batch_tokens(n_tokens) // config.model.block_size)
 
 
 def config_of_size(
@@ -171,6 +175,7 @@ def config_of_size(
     whole micro-batches of every rank.
     """
     preset, parts = length_preset_for(n_tokens), config.train.micro_batches * n_ranks
+    tokens_per_step = min(batch_tokens(n_tokens), MAX_RANK_TOKENS * n_ranks)
     block_size = config.model.block_size
     if "model.block_size" not in fixed_keys:
         block_size = fitting_block_size(preset.block_size, corpus)
@@ -179,7 +184,7 @@ def config_of_size(
         "model.n_head": size.n_embd // 64,  # heads are 64 wide or more
         "model.n_embd": size.n_embd,
         "model.block_size": block_size,
-        "train.batch_size": parts * max(1, preset.tokens_per_step // block_size // parts),
+        "train.batch_size": parts * max(1, tokens_per_step // block_size // parts),
     }
     return with_unless_fixed(config, values, fixed_keys)
 
@@ -314,7 +319,7 @@ class Planner:
         cpu_config, cpu_speed = replace(self, config=self.config.with_values(values)).best_size()
         loss, cpu_loss = self.loss(config, speed), self.loss(cpu_config, cpu_speed)
         if (loss, -speed) <= (cpu_loss, -cpu_speed):
-            return config, self.measure_speed(config)  # scoring is measured with the last model
+            return config, speed
         unit = self.corpus.characters_per_token
         self.warn(
             f"training on the CPU: predicted loss {cpu_loss:.3f}, {unit * cpu_speed:,.0f} "
