@@ -272,15 +272,21 @@ def test_float16_skips_steps_whose_gradients_overflow_and_trains_like_float32(
     assert f"{n_skipped} steps were skipped, as their gradients overflowed float16" in notes[-1]
 
 
-def test_float16_whose_gradients_always_overflow_ends_with_the_remedy(corpus: Corpus) -> None:
-    trainer = Trainer(tiny_config(dtype="float16", **{"train.max_steps": 100}), corpus)
+def test_float16_whose_gradients_always_overflow_ends_with_the_remedy(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    settings = {"train.max_steps": 100, "train.max_rollbacks": 1}
+    trainer = start_trainer(tiny_config(dtype="float16", **settings), corpus, tmp_path / "run")
     assert trainer.learner.scaler is not None
     trainer.learner.scaler.unscale = lambda gradients: (  # type: ignore[method-assign]
         [g.zero_() for g in gradients],
         trainer.learner.scaler.found_inf.fill_(1),
     )
-    with pytest.raises(DivergedError, match="the gradient is no longer finite at step 30"):
-        list(trainer.steps())
+    with pytest.raises(DivergedError, match="the gradient is no longer finite at step 57"):
+        list(trainer.steps())  # from step 27, where it was saved, after those at step 30
+    for scale in (0.0, math.nan, math.inf, -1.0, 1e38):
+        trainer.learner.scaler.load_state_dict({"scaler.scale": torch.tensor(scale)})
+        assert 0 < trainer.learner.scaler.scale <= 2**16
 
 
 def test_non_finite_weights_are_not_saved(corpus: Corpus, tmp_path: Path) -> None:

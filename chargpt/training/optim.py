@@ -278,9 +278,10 @@ class LossScaler:
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load what `state_dict` returned, if a run of this dtype has saved it."""
-        for name in ("scale", "growth_tracker"):
+        limits = {"scale": (2.0**-40, 2.0**40), "growth_tracker": (0, GROWTH_INTERVAL)}
+        for name, (low, high) in limits.items():  # a scale of 0, NaN or infinity would never change
             saved = tensors.get(f"scaler.{name}")
-            if saved is not None and not saved.dim():
+            if saved is not None and not saved.dim() and low <= saved <= high:
                 getattr(self, name).copy_(saved)
 
 

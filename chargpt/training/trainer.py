@@ -470,6 +470,7 @@ class Trainer:
     def _continue_from(self, saved: Checkpoint, state: RunState) -> None:
         self.state = replace(state, stopped_early=False)
         self.pending.clear()
+        self.n_skipped_in_a_row = 0
         self.writer.continue_from(saved.folder)
 
     def _can_roll_back(self) -> bool:
