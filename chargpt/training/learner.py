@@ -276,12 +276,13 @@ class Learner:
         return (1 - weight) * loss + weight * soft_loss, loss
 
     def clip_gradients(self) -> Tensor:
-        """Clip the norm of all gradients; return the norm before: 0 of a step that is skipped."""
+        """Clip the norm of all gradients; return the norm before, or -1: the step is skipped."""
+        parameters = list(self.model.parameters())
         if self.scaler is not None:
-            parameters = self.model.parameters()
             self.scaler.unscale([p.grad for p in parameters if p.grad is not None])
         max_norm = self.train_config.clip_norm or math.inf
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return norm if self.scaler is None else norm - self.scaler.found_inf
 
     @torch.no_grad()
     def apply_update(self, step: int, lr_factor: float) -> None:

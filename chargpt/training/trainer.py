@@ -48,7 +48,7 @@ class StepReport:
     max_steps: int  # planned updates in all
     lr_factor: float = 0.0  # on the learning rates in this step
     loss: Tensor | None = None  # mean over this rank's part of the batch, in nats per character
-    grad_norm: Tensor | None = None  # before clipping
+    grad_norm: Tensor | None = None  # before clipping; -1 if float16 skips the step
     speed: float = 0.0  # characters per second of training; 0 until it is measured
     validation: Evaluation | None = None  # of the validation split, if it was due
     validation_seconds: float = 0.0  # that it took
@@ -352,8 +352,8 @@ class Trainer:
         records: list[dict[str, object]] = []
         try:
             for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):
-                if is_skipped := self.dtype == torch.float16 and norm == 0:
-                    factor, self.n_skipped = 0.0, self.n_skipped + 1
+                if is_skipped := norm < 0:
+                    norm, factor, self.n_skipped = 0.0, 0.0, self.n_skipped + 1
                 self.n_skipped_in_a_row = self.n_skipped_in_a_row + 1 if is_skipped else 0
                 if self.n_skipped_in_a_row == MAX_SKIPPED:
                     norm = math.inf
