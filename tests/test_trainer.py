@@ -748,9 +748,9 @@ def test_a_run_that_does_not_fit_into_the_memory_names_micro_batches_that_do(
     with pytest.raises(DeviceError, match=r"would need .*; give -s train.micro_batches=8 for the"):
         Trainer(config, corpus)
     Trainer(config.with_values({"train.micro_batches": 8}), corpus)
-    config = config.with_values({"train.micro_batches": 64})
+    config = config.with_values({"train.batch_size": 10**18 - 11})  # a prime: none of its divisors
     cpu, gpu = (memory_remedy(config, vocab_size, 1, torch.device(each)) for each in ("cpu", "mps"))
-    assert cpu == "make the model or its block smaller"
+    assert cpu == "end other programs, or make the model, its block or its batch smaller"
     assert gpu == "give -s device=cpu to train on the CPU"
 
 

@@ -53,6 +53,7 @@ from chargpt.training.optim import LossScaler, Optimizer
 SAMPLE_LENGTH = 200  # characters
 N_DOCUMENTS = 5  # per sample, of a list of documents
 MAX_RESIDENT_BYTES = 2**31  # of tokens on a GPU
+MAX_PARTS = 10_000  # micro-batches that are advised: a batch may have billions of sequences
 # to which copies need not synchronise; others may read the source after it is freed
 ASYNC_DEVICES = ("cuda", "xpu")
 # PyTorch's, of the whole process: what a thread draws from it follows from the seed that it has set
@@ -474,7 +475,7 @@ def memory_remedy(
     n_sequences, limit = config.train.batch_size // n_ranks, memory_limit(device)
     fitting = (
         number
-        for number in range(2 * config.train.micro_batches, n_sequences + 1)
+        for number in range(2 * config.train.micro_batches, min(n_sequences, MAX_PARTS) + 1)
         if n_sequences % number == 0
         and training_bytes(config, vocab_size, n_sequences // number) <= limit
     )
@@ -487,7 +488,7 @@ def memory_remedy(
         setting, purpose = (*remedies, ("", "once other programs have ended"))[0]
         return f"resume, {purpose}, with\n  chargpt train --resume {quoted(run)} {setting}".rstrip()
     if not remedies:
-        return "make the model or its block smaller"
+        return "end other programs, or make the model, its block or its batch smaller"
     return f"give {', or '.join(map(' '.join, remedies))}"
 
 
