@@ -42,7 +42,6 @@ from chargpt.models import LanguageModel, build_model, count_parameters, rotary_
 from chargpt.models.kernels import MAX_PRODUCT_ROW_BYTES
 from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
-from chargpt.store.folder import has_checkpoint
 from chargpt.store.run import Run
 from chargpt.store.tensors import load_weights
 from chargpt.text.corpus import Corpus, Split, block_offsets
@@ -471,7 +470,7 @@ def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
 def memory_remedy(
     config: Config, vocab_size: int, n_ranks: int, device: torch.device, run: Path | None = None
 ) -> str:
-    """Return what lets training go on in less memory, in a `run` that has a checkpoint or anew."""
+    """Return what lets training go on in less memory, by the same command or by resuming `run`."""
     n_sequences, limit = config.train.batch_size // n_ranks, memory_limit(device)
     fitting = (
         number
@@ -494,15 +493,20 @@ def memory_remedy(
 
 @contextlib.contextmanager
 def explained_memory_errors(
-    config: Config, corpus: Corpus, group: RankGroup, run: Path | None = None
+    config: Config,
+    corpus: Corpus,
+    group: RankGroup,
+    saved_run: Callable[[], Path | None] = lambda: None,
 ) -> Iterator[None]:
-    """Raise DeviceError with a remedy where memory runs out, in training `run` if it exists."""
+    """Raise DeviceError with a remedy where memory runs out.
+
+    `saved_run` returns the run if training has saved a checkpoint of it with its settings.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        run = run if run is not None and has_checkpoint(run) else None
         sizes = corpus.tokenizer.vocab_size, group.world_size
-        remedy = memory_remedy(config, *sizes, choose_device(config.device)[0], run)
+        remedy = memory_remedy(config, *sizes, choose_device(config.device)[0], saved_run())
         raise DeviceError(f"there is not enough memory for training; {remedy}") from None
