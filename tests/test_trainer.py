@@ -268,7 +268,7 @@ def test_float16_skips_steps_whose_gradients_overflow_and_trains_like_float32(
         False,
     ]
     assert records[-1]["loss"] < records[0]["loss"] - 0.3
-    assert f"{n_skipped} steps were skipped, as their gradients overflowed float16" in notes[-1]
+    assert f"steps skipped, as their gradients overflowed float16: {n_skipped};" in notes[-1]
 
 
 def test_a_gradient_of_zero_is_no_overflow_of_float16(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_float16_whose_gradients_always_overflow_ends_with_the_remedy(
         [g.zero_() for g in gradients],
         trainer.learner.scaler.found_inf.fill_(1),
     )
-    with pytest.raises(DivergedError, match="the gradient is no longer finite at step 57"):
+    with pytest.raises(DivergedError, match=r"gradient is no longer finite at step 57.*float32$"):
         list(trainer.steps())  # from step 27, where it was saved, after those at step 30
     for scale in (0.0, math.nan, math.inf, -1.0, 1e38):
         trainer.learner.scaler.load_state_dict({"scaler.scale": torch.tensor(scale)})

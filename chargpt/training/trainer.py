@@ -188,8 +188,8 @@ class Trainer:
         self.writer.close()
         if self.n_skipped and self.group.is_main:
             logger.info(
-                f"{self.n_skipped:,} steps were skipped, as their gradients overflowed float16; "
-                "a few at the start, and one in a thousand later, are normal"
+                f"steps skipped, as their gradients overflowed float16: {self.n_skipped:,}; a few "
+                "at the start, and one in a thousand later, are normal"
             )
         self._require_saved()
 
@@ -515,6 +515,8 @@ class Trainer:
             f"{self.last_checkpoint}; {'--resume' if has_checkpoint else 'start again'} with lower "
             f"learning rates, such as {self.config.optim.lower_rates()}"
         )
+        if self.dtype == torch.float16:
+            message += ", or with -s dtype=float32"
         may_roll_back = self.group.world_size == 1 and not self.config.train.max_rollbacks
         if has_checkpoint and may_roll_back:
             message += ", or with -s train.max_rollbacks=3 to roll back automatically"
