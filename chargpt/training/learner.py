@@ -228,6 +228,7 @@ class Learner:
         try:
             replay_step = capture_graph(forward_backward, self.device, is_random=self.dropout > 0)
             gradients = [p.grad for p in parameters if p.grad is not None]
+            torch._foreach_zero_(gradients)  # infinity, of float16, times a rate of zero is NaN
             replay_update = capture_graph(update, self.device)
         except CaptureError as error:
             self.capture_error = str(error)
