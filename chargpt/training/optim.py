@@ -262,8 +262,9 @@ class LossScaler:
         torch._amp_foreach_non_finite_check_and_unscale_(
             gradients, self.found_inf, self.scale.reciprocal()
         )
+        is_skipped = self.found_inf.bool()
         for gradient in gradients:
-            gradient.masked_fill_(self.found_inf.bool(), 0.0)
+            gradient.masked_fill_(is_skipped, 0.0)
 
     def update(self) -> None:
         """Adapt the scale to whether the last gradients overflowed."""
