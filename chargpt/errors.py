@@ -11,8 +11,11 @@ from difflib import get_close_matches
 from pathlib import PurePath
 
 MIN_SIMILARITY = 0.8  # of names, from 0 to 1; below it a suggestion is more confusing than helpful
-# in errors of torch on CUDA, MPS and XPU, of cuBLAS and cuDNN, and of a CPU (the last of Windows)
-OUT_OF_MEMORY = "out.of.(device.)?memory|alloc_failed|can't allocate memory|not enough memory: you"
+# in errors of torch on CUDA, MPS and XPU, of cuBLAS and cuDNN, and of a CPU (Windows, oneDNN)
+OUT_OF_MEMORY = (
+    "out.of.(device.)?memory|alloc_failed|can't allocate memory|not enough memory: you|"
+    "could not create a primitive(?! descriptor)"
+)
 NOT_FINITE = "the model's loss is not finite: its weights are too large; use another checkpoint"
 
 

@@ -217,6 +217,7 @@ def test_a_stopped_comparison_continues_to_the_same_bits(
         assert weights.fingerprint() == others.fingerprint()
     changed = cli(*command[1:], "-s", "train.batch_size=8")
     assert "differs from this comparison in train.batch_size" in refusal(changed)
+    assert cli(*command[1:], "-s", "train.micro_batches=2").returncode == 0  # as where memory ends
 
 
 def test_compare_trains_within_a_budget(verse: Path, cli: Cli) -> None:

@@ -300,6 +300,7 @@ def test_the_errors_of_a_lost_rank_are_known(message: str, monkeypatch: pytest.M
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
         "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes",  # Windows
+        "could not create a primitive",  # oneDNN
         "NCCL error: unhandled cuda error: out of memory",
     ):
         assert is_out_of_memory(RuntimeError(other))

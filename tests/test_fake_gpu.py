@@ -28,7 +28,7 @@ from chargpt.models.gpt import GPT
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
-from chargpt.training import learner, planner, trainer
+from chargpt.training import learner, optim, planner, trainer
 from chargpt.training.budget import Trials
 from chargpt.training.deadline import Deadline
 from chargpt.training.trainer import METRICS_EVERY, Trainer
@@ -135,14 +135,24 @@ def test_training_synchronises_only_to_write_metrics(
         training.train_step()
 
 
-@pytest.mark.parametrize(("dropout", "is_capturable"), [(0.0, True), (0.1, True), (0.0, False)])
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "is_capturable"),
+    [
+        ("float32", 0.0, True),
+        ("float32", 0.1, True),
+        ("float32", 0.0, False),
+        ("float16", 0.0, True),  # whose first gradients overflow
+    ],
+)
 def test_training_with_cuda_graphs_or_a_failed_capture_has_the_losses_of_training_without(
+    dtype: str,
     dropout: float,
     is_capturable: bool,
     corpus: Corpus,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(optim, "INITIAL_SCALE", 2.0**22)
     found = []
     for name in ("plain", "captured"):
         if name == "captured":
@@ -150,7 +160,7 @@ def test_training_with_cuda_graphs_or_a_failed_capture_has_the_losses_of_trainin
             if not is_capturable:  # look-ups then synchronise
                 monkeypatch.setattr("chargpt.models.ngram.MAX_TABLE_ENTRIES", 0)
         folder = RunFolder(tmp_path / name)
-        training = make_trainer(corpus, folder, **{"model.dropout": dropout})
+        training = make_trainer(corpus, folder, dtype=dtype, **{"model.dropout": dropout})
         has_failed = "capture failed (aten." in str(training.learner.capture_error)
         assert has_failed == (name == "captured" and not is_capturable)
         FakeGraph.replays = 0
@@ -161,6 +171,7 @@ def test_training_with_cuda_graphs_or_a_failed_capture_has_the_losses_of_trainin
         resumed = Trainer(training.config, corpus, saved=folder.load("7"))
         found[-1] += train(resumed, 3)
     assert found[1] == pytest.approx(found[0], abs=1e-4)
+    assert (-1 in found[0], found[0][-1] > 0) == (dtype == "float16", True)
     # gradients and update, and some that check a graph
     assert FakeGraph.replays >= 2 * 13 if is_capturable else FakeGraph.replays == 0
 

@@ -604,8 +604,9 @@ def resumed_session(
         FinishedError: the run has no steps left.
         ChargptError: the run has another text or other settings, or is unusable.
     """
-    saved, given = load_latest(folder), config.flatten()
-    own = {"threads", *(RATES if saved.state.rollbacks else ())}  # that the run itself has changed
+    saved, given, parts = load_latest(folder), config.flatten(), "train.micro_batches"
+    # changed by the run itself, or for want of memory
+    own = {"threads", parts, *(RATES if saved.state.rollbacks else ())}
     changed = [
         key
         for key in saved.config.differing_keys(config)
@@ -618,7 +619,8 @@ def resumed_session(
             f"{folder.path} differs from this comparison in {', '.join(changed)}; resume it with "
             "the same command, or name another folder with --out"
         )
-    config = continued_config(saved, changed_config(saved, {}))
+    more = {parts: max(given[parts], saved.config.train.micro_batches)}
+    config = continued_config(saved, changed_config(saved, more))
     return continue_run(folder, saved, config, corpus, baselines)
 
 

@@ -42,7 +42,6 @@ from chargpt.models import LanguageModel, build_model, count_parameters, rotary_
 from chargpt.models.kernels import MAX_PRODUCT_ROW_BYTES
 from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint
-from chargpt.store.folder import has_checkpoint
 from chargpt.store.run import Run
 from chargpt.store.tensors import load_weights
 from chargpt.text.corpus import Corpus, Split, block_offsets
@@ -53,6 +52,7 @@ from chargpt.training.optim import LossScaler, Optimizer
 SAMPLE_LENGTH = 200  # characters
 N_DOCUMENTS = 5  # per sample, of a list of documents
 MAX_RESIDENT_BYTES = 2**31  # of tokens on a GPU
+MAX_PARTS = 10_000  # micro-batches that are advised: a batch may have billions of sequences
 # to which copies need not synchronise; others may read the source after it is freed
 ASYNC_DEVICES = ("cuda", "xpu")
 # PyTorch's, of the whole process: what a thread draws from it follows from the seed that it has set
@@ -228,6 +228,7 @@ class Learner:
         try:
             replay_step = capture_graph(forward_backward, self.device, is_random=self.dropout > 0)
             gradients = [p.grad for p in parameters if p.grad is not None]
+            torch._foreach_zero_(gradients)  # infinity, of float16, times a rate of zero is NaN
             replay_update = capture_graph(update, self.device)
         except CaptureError as error:
             self.capture_error = str(error)
@@ -276,12 +277,13 @@ class Learner:
         return (1 - weight) * loss + weight * soft_loss, loss
 
     def clip_gradients(self) -> Tensor:
-        """Clip the norm of all gradients; return the norm before: 0 of a step that is skipped."""
+        """Clip the norm of all gradients; return the norm before, or -1: the step is skipped."""
+        parameters = list(self.model.parameters())
         if self.scaler is not None:
-            parameters = self.model.parameters()
             self.scaler.unscale([p.grad for p in parameters if p.grad is not None])
         max_norm = self.train_config.clip_norm or math.inf
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return norm if self.scaler is None else norm - self.scaler.found_inf
 
     @torch.no_grad()
     def apply_update(self, step: int, lr_factor: float) -> None:
@@ -469,11 +471,11 @@ def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
 def memory_remedy(
     config: Config, vocab_size: int, n_ranks: int, device: torch.device, run: Path | None = None
 ) -> str:
-    """Return what lets training go on in less memory, in a `run` that has a checkpoint or anew."""
+    """Return what lets training go on in less memory, by the same command or by resuming `run`."""
     n_sequences, limit = config.train.batch_size // n_ranks, memory_limit(device)
     fitting = (
         number
-        for number in range(2 * config.train.micro_batches, n_sequences + 1)
+        for number in range(2 * config.train.micro_batches, min(n_sequences, MAX_PARTS) + 1)
         if n_sequences % number == 0
         and training_bytes(config, vocab_size, n_sequences // number) <= limit
     )
@@ -486,21 +488,26 @@ def memory_remedy(
         setting, purpose = (*remedies, ("", "once other programs have ended"))[0]
         return f"resume, {purpose}, with\n  chargpt train --resume {quoted(run)} {setting}".rstrip()
     if not remedies:
-        return "make the model or its block smaller"
+        return "end other programs, or make the model, its block or its batch smaller"
     return f"give {', or '.join(map(' '.join, remedies))}"
 
 
 @contextlib.contextmanager
 def explained_memory_errors(
-    config: Config, corpus: Corpus, group: RankGroup, run: Path | None = None
+    config: Config,
+    corpus: Corpus,
+    group: RankGroup,
+    saved_run: Callable[[], Path | None] = lambda: None,
 ) -> Iterator[None]:
-    """Raise DeviceError with a remedy where memory runs out, in training `run` if it exists."""
+    """Raise DeviceError with a remedy where memory runs out.
+
+    `saved_run` returns the run if training has saved a checkpoint of it with its settings.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        run = run if run is not None and has_checkpoint(run) else None
         sizes = corpus.tokenizer.vocab_size, group.world_size
-        remedy = memory_remedy(config, *sizes, choose_device(config.device)[0], run)
+        remedy = memory_remedy(config, *sizes, choose_device(config.device)[0], saved_run())
         raise DeviceError(f"there is not enough memory for training; {remedy}") from None

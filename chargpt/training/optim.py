@@ -262,8 +262,9 @@ class LossScaler:
         torch._amp_foreach_non_finite_check_and_unscale_(
             gradients, self.found_inf, self.scale.reciprocal()
         )
+        is_skipped = self.found_inf.bool()
         for gradient in gradients:
-            gradient.masked_fill_(self.found_inf.bool(), 0.0)
+            gradient.masked_fill_(is_skipped, 0.0)
 
     def update(self) -> None:
         """Adapt the scale to whether the last gradients overflowed."""
@@ -278,9 +279,10 @@ class LossScaler:
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load what `state_dict` returned, if a run of this dtype has saved it."""
-        for name in ("scale", "growth_tracker"):
+        limits = {"scale": (2.0**-40, 2.0**40), "growth_tracker": (0, GROWTH_INTERVAL)}
+        for name, (low, high) in limits.items():  # a scale of 0, NaN or infinity would never change
             saved = tensors.get(f"scaler.{name}")
-            if saved is not None and not saved.dim():
+            if saved is not None and not saved.dim() and low <= saved <= high:
                 getattr(self, name).copy_(saved)
 
 

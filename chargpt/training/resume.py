@@ -100,7 +100,7 @@ def continue_run(
     if config.optim.l2_sp and config.train.from_run is not None:
         base_run = shared_run(group, config.train.from_run)
     ngram = None if baselines is None else baselines.ngram
-    with explained_memory_errors(config, corpus, group, folder.path):
+    with explained_memory_errors(config, corpus, group):
         trainer = Trainer(
             config, corpus, folder=folder, saved=saved, group=group, ngram=ngram, base_run=base_run
         )

@@ -192,10 +192,15 @@ class Session:
                 step.
             UnsavedError: the last checkpoint is not in the run's folder.
         """
-        config, corpus, group = self.trainer.config, self.trainer.corpus, self.trainer.group
+        trainer, group = self.trainer, self.trainer.group
+
+        def saved_run() -> Path | None:
+            has_saved = trainer.writer.saved_step != self.resumed_at
+            return self.folder.path if has_saved else None
+
         try:
             with (
-                explained_memory_errors(config, corpus, group, self.folder.path),
+                explained_memory_errors(trainer.config, trainer.corpus, group, saved_run),
                 deferred_signals(on_signal) as caught,
             ):
                 yield from self.trainer.steps(

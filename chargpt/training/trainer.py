@@ -48,7 +48,7 @@ class StepReport:
     max_steps: int  # planned updates in all
     lr_factor: float = 0.0  # on the learning rates in this step
     loss: Tensor | None = None  # mean over this rank's part of the batch, in nats per character
-    grad_norm: Tensor | None = None  # before clipping
+    grad_norm: Tensor | None = None  # before clipping; -1 if float16 skips the step
     speed: float = 0.0  # characters per second of training; 0 until it is measured
     validation: Evaluation | None = None  # of the validation split, if it was due
     validation_seconds: float = 0.0  # that it took
@@ -188,8 +188,8 @@ class Trainer:
         self.writer.close()
         if self.n_skipped and self.group.is_main:
             logger.info(
-                f"{self.n_skipped:,} steps were skipped, as their gradients overflowed float16; "
-                "a few at the start, and one in a thousand later, are normal"
+                f"steps skipped, as their gradients overflowed float16: {self.n_skipped:,}; a few "
+                "at the start, and one in a thousand later, are normal"
             )
         self._require_saved()
 
@@ -352,8 +352,8 @@ class Trainer:
         records: list[dict[str, object]] = []
         try:
             for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):
-                if is_skipped := self.dtype == torch.float16 and norm == 0:
-                    factor, self.n_skipped = 0.0, self.n_skipped + 1
+                if is_skipped := norm < 0:
+                    norm, factor, self.n_skipped = 0.0, 0.0, self.n_skipped + 1
                 self.n_skipped_in_a_row = self.n_skipped_in_a_row + 1 if is_skipped else 0
                 if self.n_skipped_in_a_row == MAX_SKIPPED:
                     norm = math.inf
@@ -470,6 +470,7 @@ class Trainer:
     def _continue_from(self, saved: Checkpoint, state: RunState) -> None:
         self.state = replace(state, stopped_early=False)
         self.pending.clear()
+        self.n_skipped_in_a_row = 0
         self.writer.continue_from(saved.folder)
 
     def _can_roll_back(self) -> bool:
@@ -514,6 +515,8 @@ class Trainer:
             f"{self.last_checkpoint}; {'--resume' if has_checkpoint else 'start again'} with lower "
             f"learning rates, such as {self.config.optim.lower_rates()}"
         )
+        if self.dtype == torch.float16:
+            message += ", or with -s dtype=float32"
         may_roll_back = self.group.world_size == 1 and not self.config.train.max_rollbacks
         if has_checkpoint and may_roll_back:
             message += ", or with -s train.max_rollbacks=3 to roll back automatically"
