@@ -102,8 +102,8 @@ REFUSALS = [
     ("train TEXT -s train.batch_size=0", 2, "train.batch_size", "expected at least 1"),
     ("train TEXT -c gtp", 2, "gtp", "gpt"),
     ("train TEXT --device tpu", 2, "tpu", "auto, cpu, cuda"),
-    ("train TEXT -s model.n_embd=65536 -s model.n_head=2", 2, "GB of memory", "block smaller"),
-    ("train TEXT -s train.batch_size=1000000000", 2, "GB of memory", "give -s train.micro"),
+    ("train TEXT -s model.n_embd=65536 -s model.n_head=2", 2, "GB of memory", "its batch smaller"),
+    ("train TEXT -s train.batch_size=1000000000", 2, "GB of memory", "its batch smaller"),
     ("train TEXT --budget soon", 2, "soon", "is not a duration"),
     (
         "train TEXT --budget 9s -s train.max_steps=5",
