@@ -92,16 +92,16 @@ def test_the_plan_of_this_machine_is_what_train_would_do_and_leaves_nothing(
 
 
 def test_a_plan_on_paper_says_how_many_gpus_are_worth_having_and_why(verse: Path, cli: Cli) -> None:
-    words = "plan", verse, "--budget", "10m", "--gpus", "12"
+    words = "plan", verse, "--budget", "10m", "--gpus", "20"
     t4 = *words, "--json", "--gpu", "t4", "--characters", "1e8"
     found = json.loads(cli(*t4).stdout)
-    assert [run["gpus"] for run in found["runs"]] == [1, 2, 4, 8, 12]
+    assert [run["gpus"] for run in found["runs"]] == [1, 2, 4, 8, 16, 20]
     assert found["gpus_worth_having"] in (2, 4, 8)
     assert found["runs"][-1]["communication_bytes"] > found["runs"][1]["communication_bytes"] > 0
     shown = cli(*words).stdout
-    for part in ("GPUs  parameters", "1 of the 12 GPUs is worth having: 2 compute only", "assumed"):
+    for part in ("GPUs  parameters", "1 of the 20 GPUs is worth having: 2 compute only", "assumed"):
         assert part in shown
-    assert "12 processes are more than the 8 sequences" in shown
+    assert "20 processes are more than the 16 sequences" in shown
     slow = json.loads(cli(*t4, "--link", "0.01").stdout)
     assert slow["gpus_worth_having"] == 1
 

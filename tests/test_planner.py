@@ -41,6 +41,7 @@ from chargpt.training.planner import (
     SIZES,
     USABLE_MEMORY,
     Planner,
+    batch_tokens,
     config_of_size,
     length_values,
     predicted_loss,
@@ -199,18 +200,32 @@ def test_the_number_of_epochs_is_limited(corpus: Corpus, notes: list[str]) -> No
 def test_a_planned_batch_divides_into_micro_batches(micro_batches: int, corpus: Corpus) -> None:
     given = {"train.micro_batches": micro_batches, "train.batch_size": micro_batches}
     config = config_of_size(Config().with_values(given), SIZES[0], 1e6, corpus)
-    assert config.train.batch_size == {1: 8, 3: 6, 16: 16, 64: 64}[micro_batches]
+    assert config.train.batch_size == {1: 16, 3: 15, 16: 16, 64: 64}[micro_batches]
 
 
-@pytest.mark.parametrize(("n_ranks", "batch_size"), [(1, 8), (2, 8), (3, 6), (8, 8), (12, 12)])
+@pytest.mark.parametrize(("n_ranks", "batch_size"), [(1, 16), (2, 16), (3, 15), (8, 16), (20, 20)])
 def test_a_planned_batch_divides_over_the_ranks_and_useless_ones_are_named(
     n_ranks: int, batch_size: int, corpus: Corpus, notes: list[str]
 ) -> None:
     machine = Machine(corpus.tokenizer.vocab_size)
     planner = Planner(Config(), corpus, fixed_deadline(60), (), machine, n_ranks)
     assert planner.plan().config.train.batch_size == batch_size
-    useless = "12 processes are more than the 8 sequences of the batch"
-    assert any(useless in note for note in notes) == (n_ranks == 12)
+    useless = "20 processes are more than the 16 sequences of the batch"
+    assert any(useless in note for note in notes) == (n_ranks == 20)
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "expected"),
+    [(10, 1024), (99_999, 1024), (1e5, 2048), (1e6, 4096), (9.9e6, 4096), (1e8, 1 << 14)],
+)
+def test_the_batch_doubles_with_every_tenfold_length(n_tokens: float, expected: int) -> None:
+    assert batch_tokens(n_tokens) == expected
+
+
+def test_a_rank_updates_with_at_most_16384_tokens(corpus: Corpus) -> None:
+    for n_ranks in (1, 2, 8):
+        config = config_of_size(Config(), SIZES[0], 1e10, corpus, (), n_ranks)
+        assert config.tokens_per_step == min(16_384 * n_ranks, 65_536)
 
 
 @pytest.mark.parametrize("length", [9_000, 93_000, 1_000_000])
