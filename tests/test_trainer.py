@@ -336,6 +336,18 @@ def test_a_diverged_run_rolls_back_to_its_last_checkpoint_at_half_the_learning_r
         run_steps(once)
 
 
+def test_a_rollback_to_where_a_run_was_resumed_keeps_the_steps_that_were_asked_for(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    train(tiny_config(**{"train.max_rollbacks": 1}), corpus, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    saved, config, _ = resume(folder, {"train.max_steps": 20})
+    trainer = Trainer(config, corpus, folder=folder, saved=saved)
+    make_gradient_infinite(trainer, 13)
+    run_steps(trainer)
+    assert (trainer.state.rollbacks, folder.load("latest").state.step) == (1, 20)
+
+
 def test_a_rollback_undoes_a_later_re_planning_and_is_saved_at_once(
     corpus: Corpus, tmp_path: Path
 ) -> None:

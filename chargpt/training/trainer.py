@@ -130,6 +130,7 @@ class Trainer:
                     f"the metrics of the run cannot be continued ({self.writer.disk_error}); check "
                     "the disk and the permissions, then try again"
                 )
+        self.first_step, self.first_config = self.state.step, self.config  # of this session
         self.started = time.perf_counter() - self.state.seconds
         self.speed = 0.0
         self.speed_since = self.state.step, self.started
@@ -483,7 +484,9 @@ class Trainer:
         assert self.folder is not None
         rollbacks = self.state.rollbacks + 1
         saved = self.folder.load("latest")
-        optim, step, values = self.config.optim, saved.state.step, saved.config.flatten()
+        optim, step = self.config.optim, saved.state.step
+        # resuming may have changed the plan that the checkpoint was saved with
+        values = (self.first_config if step == self.first_step else saved.config).flatten()
         rates = {"optim.lr": optim.lr / 2, "optim.matrix_lr": optim.matrix_lr / 2}
         planned = {key: values[key] for key in PLANNED_KEYS}  # what was re-planned later is undone
         self.change_config(self.config.with_values({**rates, **planned}))
