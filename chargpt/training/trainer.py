@@ -130,7 +130,7 @@ class Trainer:
                     f"the metrics of the run cannot be continued ({self.writer.disk_error}); check "
                     "the disk and the permissions, then try again"
                 )
-        self.first_step, self.first_config = self.state.step, self.config  # of this session
+        self.first_step, self.first_config = self.state.step, self.config  # as started or resumed
         self.started = time.perf_counter() - self.state.seconds
         self.speed = 0.0
         self.speed_since = self.state.step, self.started
