@@ -269,6 +269,11 @@ def test_float16_skips_steps_whose_gradients_overflow_and_trains_like_float32(
     ]
     assert records[-1]["loss"] < records[0]["loss"] - 0.3
     assert f"steps skipped, as their gradients overflowed float16: {n_skipped};" in notes[-1]
+    folder = RunFolder(tmp_path / "skipping")
+    resumed = Trainer(trainer.config, corpus, folder=folder, saved=folder.load("latest"))
+    assert resumed.learner.scaler is not None
+    assert resumed.learner.scaler.scale == scaler.scale
+    assert resumed.learner.scaler.growth_tracker == 12 - n_skipped
 
 
 def test_a_gradient_of_zero_is_no_overflow_of_float16(tmp_path: Path) -> None:
