@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from prompt_toolkit.filters import Condition
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from chargpt.cli import console, runs
+from chargpt.cli.main import handling, hang_up
 from chargpt.config import Config, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, Stopped, TextError
 from chargpt.files import require_new, write_output
@@ -74,13 +76,17 @@ class Reader(Protocol):
 
 
 class PlainReader:
-    """Reader that prints lines only; suggestions are messages, on stderr."""
+    """Reader that prints lines only; suggestions are messages, on stderr, where they change."""
 
     help = PLAIN_KEYS
 
+    def __init__(self) -> None:
+        self.shown: Sequence[str] = []
+
     def read(self, suggestions: Sequence[str]) -> str:
-        for line in suggestions:
+        for line in suggestions if suggestions != self.shown else ():
             console.say(line)
+        self.shown = suggestions
         return input("> ")
 
     def edit(self, text: str) -> str:
@@ -119,7 +125,9 @@ class KeyReader:
 
     def read(self, suggestions: Sequence[str]) -> str:
         self.n_shown = len(suggestions)
-        return self.lines.prompt("\n".join([*suggestions, "> "]))
+        # the prompt above the line is cut at the terminal's width
+        lines = [console.wrapped(each, sys.stdout, hanging="  ") for each in suggestions]
+        return self.lines.prompt("\n".join([*lines, "> "]))
 
     def edit(self, text: str) -> str:
         console.say(EDIT_HELP)
@@ -132,6 +140,14 @@ def new_reader(*, is_plain: bool) -> Reader:
     if is_plain or not is_terminal or os.environ.get("TERM") in ("dumb", "unknown"):
         return PlainReader()
     return KeyReader()
+
+
+def end_by_signal(number: int, _frame: object) -> None:
+    """Raise KeyboardInterrupt for Ctrl-C, else `Stopped`: the reader then restores the terminal."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    hang_up(number)
+    raise Stopped(number)
 
 
 def interact(run: Run, config: Config, *, begins: bool, is_plain: bool = False) -> None:
@@ -150,22 +166,23 @@ def interact(run: Run, config: Config, *, begins: bool, is_plain: bool = False) 
     reader = new_reader(is_plain=is_plain)
     writer = Writer(run, config, reader)
     console.say(reader.help)
-    if begins:
-        writer.sample()
-    while True:
-        try:
-            line = reader.read(writer.menu())
-        except KeyboardInterrupt:
-            console.out("")
-            continue
-        except EOFError:
-            break
-        if line.strip() in ("/quit", "/exit"):
-            break
-        try:
-            writer.obey(line)
-        except ChargptError as error:
-            say_error(error)
+    with handling(end_by_signal):
+        if begins:
+            writer.sample()
+        while True:
+            try:
+                line = reader.read(writer.menu())
+            except KeyboardInterrupt:
+                console.out("")
+                continue
+            except EOFError:
+                break
+            if line.strip() in ("/quit", "/exit"):
+                break
+            try:
+                writer.obey(line)
+            except ChargptError as error:
+                say_error(error)
     if sys.stdin.isatty() and isinstance(reader, PlainReader):
         console.out("")
 
@@ -174,6 +191,11 @@ def say_error(error: ChargptError) -> None:
     """Print an error, with commands in place of the options and settings that it names."""
     message = str(error).replace("--unknown", "/unknown")
     console.say("chargpt: " + message.removeprefix("sample.").removeprefix("text."))
+
+
+def percent(prob: float) -> str:
+    """Return a probability as `21.6%` or `0.03%`."""
+    return "under 0.01%" if prob < 1e-4 else f"{prob:.{1 if prob >= 1e-3 else 2}%}"
 
 
 class Writer:
@@ -229,7 +251,7 @@ class Writer:
             except ChargptError as error:
                 say_error(error)
         return [
-            f"{number} {self._label(each.text)} {each.prob:.1%}"
+            f"{number} {self._label(each.text)} {percent(each.prob)}"
             for number, each in enumerate(self.suggestions, 1)
         ]
 
@@ -375,7 +397,7 @@ def print_stream(
         run: whose model is sampled.
         config: instead of the run's.
         ended_by: exceptions that end the text, not the command.
-        n_kept: characters that are returned at least; None: all.
+        n_kept: characters at the end of a long text that are returned at least; None: all.
     """
     prompt, text, piece = config.sample.prompt, "", Piece()
     pieces = stream_run(run, config.sample, unknown=config.text.unknown)
