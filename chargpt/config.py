@@ -384,6 +384,45 @@ class SampleConfig(Settings):
     """null: a new seed each time."""
     stop: tuple[str, ...] = ()
     """End a text before any of these."""
+    match: str | None = None
+    """Regular expression (as of Python's `re`, without look-around and backreferences) that the
+    whole text matches; null: none."""
+    only: str | None = Field(None, min_length=1)
+    """The only letters that are sampled, in either case; null: all."""
+    without: str | None = Field(None, min_length=1)
+    """Characters that are not sampled, in either case; null: none."""
+    word: tuple[str, ...] = ()
+    """Words that the text contains, in either case."""
+    lines: int | None = Field(None, ge=1)
+    """Number of lines, none of them blank; null: any."""
+    acrostic: tuple[str, ...] = ()
+    """Beginnings of the lines, one after another; of a single one, each character."""
+    end: str | None = Field(None, min_length=1)
+    """What each line ends with, in either case, but for punctuation; null: anything."""
+    max_chars: int | None = Field(None, ge=1)
+    """Instead of `length`: sample at most so many characters, and end a text that is not over by
+    then after its last whole sentence, or else line; null: `length` counts."""
+    no_copy: int | None = Field(None, ge=1)
+    """Sample no stretch of more than so many characters of the run's text; null: any."""
+    whole: bool = False
+    """Apply `match` and the other constraints to the prompt, too, as the start of the text."""
+
+    @property
+    def limit(self) -> int:
+        """Characters that are sampled at most."""
+        return self.max_chars or self.length
+
+    @field_validator("word", "acrostic")
+    @classmethod
+    def reject_empty_texts(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in texts:
+            raise ValueError("a text is empty; give it a character")
+        return texts
+
+    @field_validator("acrostic")
+    @classmethod
+    def split_single_text(cls, acrostic: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(acrostic[0]) if len(acrostic) == 1 else acrostic
 
     @field_validator("stop")
     @classmethod

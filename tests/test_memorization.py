@@ -115,11 +115,11 @@ def test_of_a_long_training_split_little_is_hashed_and_short_ngrams_are_left_out
     corpus = load_corpus(TextConfig(), text="".join(sorted(training)) + training[:900] * 2)
     text = new_sample("", training[:200], "length")
     exact = measured(corpus, [text])
-    hashed, prefix_sums = [], module._prefix_sums
+    hashed, prefix_sums = [], module.prefix_sums
     for name in ("chargpt.cli.sample", "chargpt.analysis.memorization"):
         monkeypatch.setattr(f"{name}.MAX_SCANNED", 1000)
     monkeypatch.setattr(
-        module, "_prefix_sums", lambda *args: hashed.append(len(args[0])) or prefix_sums(*args)
+        module, "prefix_sums", lambda *args: hashed.append(len(args[0])) or prefix_sums(*args)
     )
     found = measured(corpus, [text])
     assert sum(hashed[1:]) < 2500 < len(training) / 4  # the first: of the samples

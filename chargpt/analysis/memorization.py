@@ -20,6 +20,14 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
+from chargpt.inference.copying import (
+    BASE,
+    CHUNK,
+    Hashes,
+    base_powers,
+    ngram_hashes,
+    prefix_sums,
+)
 from chargpt.inference.evaluation import OnProgress
 from chargpt.text.corpus import Corpus, document_ends
 from chargpt.text.tokenizer import CharTokenizer, Tokens
@@ -31,13 +39,10 @@ MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phr
 MIN_VISIBLE = 10  # of them that are not blank: indented code is full of blanks
 MIN_NGRAMS = 30  # behind a fraction; those of fewer vary too much
 MAX_SCANNED = 30_000_000  # tokens of a training split whose n-grams below MIN_MATCH are counted too
-CHUNK = 2**20  # tokens of the training split
 TABLE_BITS = 20  # of a hash, by which most n-grams of the training split are skipped
 MAX_POSITIONS = 32  # stored for one n-gram; a run of spaces may occur a million times
 SEPARATOR = 0x5851F42D4C957F2D  # no token id; random bits, for the hashes
-BASE = 0x9E3779B97F4A7C15  # any odd number has an inverse modulo 2^64
 
-Hashes = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.int64]
 
 
@@ -256,19 +261,19 @@ def find_overlap(
     shortest = MIN_MATCH if len(training) > MAX_SCANNED else 1
     lengths = [n for n in NGRAM_LENGTHS if shortest <= n <= min(longest, len(training))]
     n_powers = max(len(joined), CHUNK + max(lengths, default=0))
-    powers, inverses = _powers(BASE, n_powers), _powers(pow(BASE, -1, 2**64), n_powers)
-    sums = _prefix_sums(joined, powers)
-    tables = [_NGramTable(_hashes(sums, inverses, n, len(joined) - n), n) for n in lengths]
+    powers, inverses = base_powers(BASE, n_powers), base_powers(pow(BASE, -1, 2**64), n_powers)
+    sums = prefix_sums(joined, powers)
+    tables = [_NGramTable(ngram_hashes(sums, inverses, n, len(joined) - n), n) for n in lengths]
     short = [table for table in tables if table.n < MIN_MATCH]
     long, anchors = tables[len(short) :], _Anchors(joined, training.dtype)
     for first in range(0, len(training) if lengths else 0, CHUNK):
         chunk = np.asarray(training[first : first + CHUNK + lengths[-1] - 1])
         for group in filter(None, (short, long)):
             positions = np.arange(len(chunk)) if group is short else anchors.near(chunk)
-            sums = _prefix_sums(chunk[positions], powers)
+            sums = prefix_sums(chunk[positions], powers)
             for table in group:
                 count = max(0, len(positions) - table.n + 1)
-                table.look_up(_hashes(sums, inverses, table.n, count), positions, first)
+                table.look_up(ngram_hashes(sums, inverses, table.n, count), positions, first)
         on_progress(min(first + CHUNK, len(training)), len(training))
     matches = _matches(np.asarray(training), joined, tables)  # views of a memory map are slow
     overlaps, start = [], 0
@@ -430,20 +435,3 @@ def _common_length(first: Tokens, second: Tokens) -> int:
     """Return how many tokens two texts have in common from their start on."""
     count = min(len(first), len(second))
     return int(np.append(first[:count] != second[:count], True).argmax())
-
-
-def _powers(base: int, count: int) -> Hashes:
-    """Return the powers of a base modulo 2^64, from the 0th on."""
-    factors = np.full(count, base, dtype=np.uint64)
-    factors[0] = 1
-    return np.multiply.accumulate(factors)
-
-
-def _prefix_sums(tokens: Tokens, powers: Hashes) -> Hashes:
-    terms = (tokens.astype(np.uint64) + np.uint64(1)) * powers[: len(tokens)]
-    return np.concatenate((np.zeros(1, dtype=np.uint64), np.add.accumulate(terms)))
-
-
-def _hashes(sums: Hashes, inverses: Hashes, n: int, count: int) -> Hashes:
-    """Return the hashes of the first `count` n-grams of a text with these prefix sums, (M + 1,)."""
-    return (sums[n : n + count] - sums[:count]) * inverses[:count]

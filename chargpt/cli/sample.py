@@ -26,8 +26,9 @@ from chargpt.cli import console, options, runs, tables
 from chargpt.cli.main import catch_signals
 from chargpt.config import Config, SampleConfig, TextConfig, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, Stopped, TextError
-from chargpt.inference.generation import Piece, Sample, new_sample, stream_run
+from chargpt.inference.generation import Sample, new_sample, stream_run
 from chargpt.inference.generation import sample as sample_texts
+from chargpt.inference.sampling import Piece
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Place
 from chargpt.text.display import display_text, whole_graphemes
@@ -63,13 +64,14 @@ def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
     """
     field = SampleConfig.model_fields[name]
     meaning = " ".join((field.description or "").split()).rstrip(".").replace("null: ", "")
-    default = "" if field.default is None else f"; {field.default}"
+    default = "" if field.default in (None, ()) else f"; {field.default}"
+    by_default = "" if field.default == () else f"{default} by default"
     limits = ChainMap(*map(dataclasses.asdict, field.metadata))
     return typer.Option(
         None,
         *flags,
         metavar=metavar,
-        help=f"{help_} {meaning}{default} by default.".strip(),
+        help=f"{help_} {meaning}{by_default}.".strip(),
         min=limits.get("ge", limits.get("gt")),
         max=limits.get("le"),
     )
@@ -96,6 +98,19 @@ def sample(
         typer.Option(
             metavar="TEXT", help="End before this text (\\n: a line end); may be repeated."
         ),
+    ] = None,
+    match: str | None = setting("match", metavar="REGEX"),
+    only: str | None = setting("only", metavar="LETTERS"),
+    without: str | None = setting("without", metavar="LETTERS"),
+    word: list[str] | None = setting("word", metavar="TEXT"),
+    lines: int | None = setting("lines", metavar="N"),
+    acrostic: list[str] | None = setting("acrostic", metavar="TEXT"),
+    end: str | None = setting("end", metavar="TEXT"),
+    max_chars: int | None = setting("max_chars", metavar="N"),
+    no_copy: int | None = setting("no_copy", metavar="N"),
+    whole: Annotated[
+        bool | None,
+        typer.Option("--whole", help="Constraints hold for the prompt, too, as the text's start."),
     ] = None,
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="Continue what you type, until Ctrl-D.")
