@@ -152,10 +152,13 @@ class ConstrainedSampler:
         ends = ending & self.constraint.automaton.accepts[states][:, None] & ~leads
         for row, sequence in enumerate(sequences):
             leads[row, sequence.given_up.get(len(sequence.tokens), [])] = False
-            if self.index is not None:
-                context = (self.prompt_text + sequence.tokens[-self.index.n :])[-self.index.n :]
-                copied = self.index.followers(np.array(context, np.int64))
-                leads[row, copied[copied != self.eos_token_id]] = False
+        n = self.index.n if self.index else 0
+        # all have the same length
+        if self.index and len(self.prompt_text) + len(sequences[0].tokens) >= n:
+            contexts = [(self.prompt_text + each.tokens[-n:])[-n:] for each in sequences]
+            rows, copied = self.index.followers(np.array(contexts))
+            is_text = copied != self.eos_token_id
+            leads[rows[is_text], copied[is_text]] = False
         return leads, ends
 
 

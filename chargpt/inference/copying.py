@@ -4,7 +4,8 @@ n-grams are looked up by a hash: a polynomial in BASE modulo 2^64 with the token
 (Karp and Rabin 1987). With prefix sums P_i = sum over j < i of (t_j + 1) B^j, that of the n tokens
 from i on is (P_{i+n} - P_i) B^{-i}: a few array operations for any n.
 
-Shapes in this file: N = tokens of the text, K = different n-grams with their next token.
+Shapes in this file: N = tokens of the text, K = different n-grams with their next token, M =
+contexts.
 """
 
 from collections.abc import Iterable
@@ -52,17 +53,16 @@ class CopyIndex:
         joined.sort()
         self.keys = joined[np.append(True, joined[1:] != joined[:-1])[: len(joined)]]  # (K,)
 
-    def followers(self, context: Ints) -> Ints:
-        """Return the tokens that follow the last n tokens of a context; of a shorter one, none."""
-        if len(context) < self.n:
-            return np.zeros(0, np.int64)
-        last = np.asarray(context[-self.n :]).astype(np.uint64) + np.uint64(1)
-        code = (last * self.powers).sum() & ~self.token_bits
-        first, end = np.searchsorted(self.keys, np.array([code, code | self.token_bits]))
-        found = self.keys[first : end + 1]
-        found = found[found & ~self.token_bits == code]
-        tokens: Ints = (found & self.token_bits).astype(np.int64)
-        return tokens
+    def followers(self, contexts: Tokens) -> tuple[Ints, Ints]:
+        """Return the tokens that follow contexts of n tokens, (M, n), with the row of each."""
+        values = contexts.astype(np.uint64) + np.uint64(1)
+        codes = (values * self.powers).sum(axis=1) & ~self.token_bits  # (M,)
+        first = np.searchsorted(self.keys, codes)
+        counts = np.searchsorted(self.keys, codes | self.token_bits, side="right") - first
+        rows = np.repeat(np.arange(len(codes)), counts)
+        places = np.arange(len(rows)) + np.repeat(first - counts.cumsum() + counts, counts)
+        tokens: Ints = (self.keys[places] & self.token_bits).astype(np.int64)
+        return rows, tokens
 
 
 def base_powers(base: int, count: int) -> Hashes:

@@ -60,8 +60,9 @@ class Sample(str):
 
     Attributes:
         prompt: its beginning.
-        ended: by its `length`, before a `stop` string, at the end of a `document`, or `stopped`
-            from outside.
+        ended: by its `length`, before a `stop` string, at the end of a `document`, where it
+            matches and the next token would not (`match`), after the last `sentence` of
+            `max_chars`, or `stopped` from outside.
         surprisal: mean bits per sampled character, -log2 of its probability before temperature and
             filters; of all that was sampled, also the stop string or end of the document. NaN if
             nothing was.
@@ -83,8 +84,8 @@ class Sample(str):
 
     @property
     def finished(self) -> bool:
-        """Whether a stop string or the end of a document has ended it."""
-        return self.ended in ("stop", "document")
+        """Whether a stop string, the end of a document or that of a match has ended it."""
+        return self.ended in ("stop", "document", "match")
 
 
 def sample(
@@ -122,6 +123,10 @@ def sample(
         prompt, length, temperature, top_k, top_p, min_p, num_samples, stop, seed: settings that
             replace those of `options`, as in `sample(run, prompt="To be", temperature=0.5)`; top_k,
             top_p and min_p None: no such filter; seed None: a new one each time.
+        match, only, without, word, lines, acrostic, end, max_chars, whole: constraints that every
+            text satisfies, as in `sample(run, match="[A-Z][a-z]+", without="e")`; see
+            `SampleConfig` and constraints.py.
+        no_copy: sample no stretch of more characters of the run's text.
         unknown: policy for prompt characters outside the vocabulary; the run's `text.unknown` by
             default.
         on_progress: called with the number of characters sampled for all texts and their total;
@@ -134,9 +139,9 @@ def sample(
         attributes of `Sample`. They do not depend on what other threads sample meanwhile.
 
     Raises:
-        ConfigError: a setting is unknown or invalid.
+        ConfigError: a setting is unknown or invalid, or no text satisfies the constraints.
         UnknownCharacterError: the prompt contains unknown characters and `unknown` is `error`.
-        OperationError: the model's logits are not finite.
+        OperationError: the model's logits are not finite, or nothing is left that `no_copy` allows.
     """
     given = locals()  # before there are others
     run = as_run(run)
