@@ -17,16 +17,18 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from chargpt.config import SampleConfig
 from chargpt.errors import OperationError
-from chargpt.inference.constraints import Automaton, Bools, Constraint
+from chargpt.inference.constraints import Automaton, Bools, Constraint, build_constraint
 from chargpt.inference.copying import CopyIndex
 from chargpt.inference.decoders import Decoder, ModelDecoder, build_decoder
+from chargpt.inference.lookahead import LookAhead, is_affordable, markov_chain
 from chargpt.inference.sampling import (
     Ended,
     Piece,
@@ -43,6 +45,47 @@ HELD_BACK = 128  # tokens at the end of a text that backing up may still change
 MAX_DEAD_ENDS = 1_000  # of a sequence
 SENTENCE_END = re.compile(r"[.!?…。！？]+[)\]\"'”’»]*(?=\s|$)|[。！？]")
 LINE_END = re.compile(r"(?=[\r\n])")
+
+
+class Rules(NamedTuple):
+    """What sampled texts must satisfy, prepared once for all sequences."""
+
+    constraint: Constraint
+    copies: CopyIndex | None  # of the run's text, its n being `no_copy`
+    look_ahead: LookAhead | None
+    may_end: Bools  # tokens that may end a text that matches, (V,)
+
+
+def build_rules(
+    model: LanguageModel,
+    tokenizer: CharTokenizer,
+    options: SampleConfig,
+    prompt: str = "",
+    texts: Callable[[], Iterable[Tokens]] = tuple,
+) -> Rules:
+    """Return the rules of sampling settings.
+
+    Args:
+        prompt: of the text, for constraints on the whole of it.
+        texts: returns the token ids of which `no_copy` lets no long stretch pass.
+
+    Raises:
+        ConfigError: as `build_constraint`.
+        DeviceError: the index of the texts does not fit into memory.
+    """
+    constraint = build_constraint(options, tokenizer, prompt if options.whole else "")
+    look_ahead = index = None
+    if tokenizer.eos_token:
+        may_end = np.arange(tokenizer.vocab_size) == tokenizer.eos_token_id
+    else:
+        excluded = constraint.excluded if constraint else False
+        may_end = tokenizer.valid_tokens.allowed[0] & ~np.array(excluded)
+    if constraint and is_affordable(constraint, tokenizer.vocab_size):
+        chain = markov_chain(model, options.temperature)
+        look_ahead = LookAhead(constraint, may_end, chain, options.limit)
+    if options.no_copy:
+        index = CopyIndex(texts(), options.no_copy, tokenizer.vocab_size)
+    return Rules(constraint or unconstrained(tokenizer), index, look_ahead, may_end)
 
 
 def unconstrained(tokenizer: CharTokenizer) -> Constraint:
@@ -67,8 +110,7 @@ class ConstrainedSampler:
         options: SampleConfig,
         ids: Sequence[int],
         *,
-        constraint: Constraint | None,
-        index: CopyIndex | None = None,
+        rules: Rules,
         unigram: Callable[[], Ints] | None = None,
     ) -> None:
         """Prepare the sequences with the numbers `ids`.
@@ -76,18 +118,15 @@ class ConstrainedSampler:
         Args:
             model, prompt_ids, options, unigram: as in `stream_pieces`. An EOS token at the start of
                 the prompt is no part of the text.
-            constraint: from `build_constraint`.
-            index: of the run's text, whose n is `options.no_copy`.
+            rules: from `build_rules`.
         """
         self.model, self.tokenizer, self.options = model, tokenizer, options
         self.prompt_ids = np.asarray(prompt_ids).astype(np.int64)
-        self.constraint = constraint or unconstrained(tokenizer)
-        self.index, self.unigram = index, unigram
+        self.constraint, self.index, self.look_ahead, self.ending = rules
+        self.unigram = unigram
         self.seed = secrets.randbits(63) if options.seed is None else options.seed
         self.valid = tokenizer.valid_tokens.allowed[0]  # (V,)
         self.eos_token_id = tokenizer.eos_token_id if tokenizer.eos_token else -1
-        is_eos = np.arange(tokenizer.vocab_size) == self.eos_token_id
-        self.ending = is_eos if tokenizer.eos_token else self.valid & ~self.constraint.excluded
         self.prompt_text = self.prompt_ids[1 if tokenizer.eos_token else 0 :].tolist()
         self.sequences = [_Sequence(number, self) for number in ids]
 
@@ -125,7 +164,9 @@ class ConstrainedSampler:
     ) -> tuple[Ints, Ints]:
         """Sample a token for some rows of a group; return the rows that go on, and tokens (N,)."""
         active = [group[row] for row in rows.tolist()]
-        leads, ends = self._masks(active)  # (rows, V)
+        states = np.array([sequence.states[-1] for sequence in active])
+        remaining = np.array([sequence.text.remaining for sequence in active])
+        leads, ends = self._masks(active, states, remaining)  # (rows, V)
         is_open: Bools = np.logical_or.reduce(leads | ends, axis=1)
         for sequence in itertools.compress(active, (~is_open).tolist()):
             sequence.back_up()
@@ -133,7 +174,10 @@ class ConstrainedSampler:
         tokens = np.zeros(len(group), np.int64)
         if not rows.size:
             return rows, tokens
-        probs = filter_probs(logits[rows], self.options, leads | ends)
+        weighed = logits[rows]
+        if self.look_ahead:
+            weighed = weighed + self.look_ahead.log_weights(states[is_open], remaining[is_open])
+        probs = filter_probs(weighed, self.options, leads | ends)
         tokens[rows] = chosen = sample_tokens(probs, uniform[rows])
         own = logits[rows] - logits[rows].max(axis=1, keepdims=True)
         each = np.arange(len(rows))
@@ -143,10 +187,10 @@ class ConstrainedSampler:
             group[row].push(*step)
         return rows[[not group[row].ended for row in rows.tolist()]], tokens
 
-    def _masks(self, sequences: list["_Sequence"]) -> tuple[Bools, Bools]:
+    def _masks(
+        self, sequences: list["_Sequence"], states: Ints, remaining: Ints
+    ) -> tuple[Bools, Bools]:
         """Return which tokens continue each sequence, and which others may end it, (N, V)."""
-        states = np.array([sequence.states[-1] for sequence in sequences])
-        remaining = np.array([sequence.text.remaining for sequence in sequences])
         leads = self.constraint.allowed(states, remaining)
         ending = np.where(remaining[:, None] > 0, self.ending, self.valid)
         ends = ending & self.constraint.automaton.accepts[states][:, None] & ~leads

@@ -48,6 +48,7 @@ Bools = npt.NDArray[np.bool_]
 _parser: Any = import_module("re._parser")
 _compiler: Any = import_module("re._compiler")
 
+CONSTRAINTS = ("match", "only", "without", "word", "lines", "acrostic", "end")  # settings
 MAX_STATES = 20_000  # of an automaton
 MAX_ENTRIES = 20_000_000  # of a table of next states
 MAX_WORK = 20_000_000  # states that the subset construction goes through

@@ -20,9 +20,8 @@ import numpy as np
 
 from chargpt.config import SampleConfig
 from chargpt.errors import ConfigError
-from chargpt.inference.constrained import ConstrainedSampler
-from chargpt.inference.constraints import build_constraint
-from chargpt.inference.copying import CopyIndex
+from chargpt.inference.constrained import ConstrainedSampler, Rules, build_rules
+from chargpt.inference.constraints import CONSTRAINTS
 from chargpt.inference.decoders import build_decoder
 from chargpt.inference.sampling import (
     Ended,
@@ -35,14 +34,14 @@ from chargpt.inference.sampling import (
     uniforms,
 )
 from chargpt.log import logger
-from chargpt.models import LanguageModel
+from chargpt.models import LanguageModel, eval_mode
 from chargpt.store.run import Run, as_run
 from chargpt.text.display import display_char
 from chargpt.text.tokenizer import CharTokenizer, Floats, Ints, Tokens, UnknownPolicy
 
 MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of sequences that are sampled together
 
-_copy_indexes: WeakKeyDictionary[LanguageModel, CopyIndex] = WeakKeyDictionary()
+_latest_rules: WeakKeyDictionary[LanguageModel, tuple[Any, Rules]] = WeakKeyDictionary()
 
 
 class _OfTheRun:
@@ -258,13 +257,18 @@ def stream_run(
     prompt_ids = run.tokenizer.encode(
         eos_token + prompt, unknown=unknown or run.config.text.unknown
     )
-    constraint = build_constraint(options, run.tokenizer, prompt if options.whole else "")
-    common = {"unigram": lambda: run.corpus().token_counts("train")}
-    if not (constraint or options.max_chars or options.no_copy):
+    unigram = lambda: run.corpus().token_counts("train")  # noqa: E731
+    constraints = [name for name in CONSTRAINTS if getattr(options, name)]
+    if not (constraints or options.max_chars or options.no_copy):
         return stream_pieces(
-            run.model, run.tokenizer, prompt_ids, options, sequence_ids=sequence_ids, **common
+            run.model,
+            run.tokenizer,
+            prompt_ids,
+            options,
+            sequence_ids=sequence_ids,
+            unigram=unigram,
         )
-    if constraint and options.stop:
+    if constraints and options.stop:
         raise ConfigError(
             "--stop ends a text wherever it is, and constraints say where one may end; drop either"
         )
@@ -274,21 +278,24 @@ def stream_run(
         prompt_ids,
         options,
         range(options.num_samples) if sequence_ids is None else sequence_ids,
-        constraint=constraint,
-        index=copy_index(run, options.no_copy) if options.no_copy else None,
-        **common,
+        rules=rules_of(run, options, prompt),
+        unigram=unigram,
     )
     ahead = decoded_ahead(run.model, sampler.steps())
     return itertools.chain.from_iterable(ahead)
 
 
-def copy_index(run: Run, n: int) -> CopyIndex:
-    """Return the index of the n-grams of a run's text, built once for its model."""
-    index = _copy_indexes.get(run.model)
-    if index is None or index.n != n:
-        index = CopyIndex([run.corpus().tokens], n, run.tokenizer.vocab_size)
-        _copy_indexes[run.model] = index
-    return index
+def rules_of(run: Run, options: SampleConfig, prompt: str) -> Rules:
+    """Return the rules of sampling settings, built once for groups that are sampled in turn."""
+    key = (options.model_copy(update={"prompt": "", "seed": 0}), prompt if options.whole else "")
+    latest = _latest_rules.get(run.model)
+    if latest is None or latest[0] != key:
+        with eval_mode(run.model):
+            rules = build_rules(
+                run.model, run.tokenizer, options, key[1], lambda: [run.corpus().tokens]
+            )
+        _latest_rules[run.model] = latest = key, rules
+    return latest[1]
 
 
 def stream_pieces(
