@@ -25,6 +25,7 @@ from chargpt.cli.sample import measure, overlap_json, print_new, print_overlap
 from chargpt.config import TextConfig
 from chargpt.inference.generation import Sample, new_sample
 from chargpt.text.corpus import Corpus, Place
+from chargpt.text.documents import find_documents
 from chargpt.text.prepare import load_corpus
 
 
@@ -189,14 +190,14 @@ def test_the_command_marks_matches_and_counts_whole_lines_with_what_the_prompt_h
 
 
 def test_items_of_a_list_are_found_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", 7)
+    monkeypatch.setattr("chargpt.text.documents.CHUNK", 7)
     corpus = load_corpus(TextConfig(), text="anna\nbert\ncarla\ndora\n" * 3)
     wanted = {"bert", "anna", "carl", "dora", "ann"}
-    assert module.find_documents(corpus, wanted, "\n")[0] == {"bert", "anna", "dora"}
+    assert find_documents(corpus, wanted, "\n")[0] == {"bert", "anna", "dora"}
     spelled = load_corpus(TextConfig(min_count=15), text="a\N{PILE OF POO}b\nab\n" * 10)
     for size in range(1, 12):  # also where a chunk would end within a character
-        monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", size)
-        assert module.find_documents(spelled, {"a\N{PILE OF POO}b"}, "\n")[0]
+        monkeypatch.setattr("chargpt.text.documents.CHUNK", size)
+        assert find_documents(spelled, {"a\N{PILE OF POO}b"}, "\n")[0]
 
 
 def test_documents_of_the_validation_split_are_neither_new_nor_copied(
@@ -206,7 +207,7 @@ def test_documents_of_the_validation_split_are_neither_new_nor_copied(
     corpus = load_corpus(TextConfig(documents="lines"), text="\n".join(names))
     decode = corpus.tokenizer.decode
     training, held_out = (set(decode(corpus.split(s)).split()) for s in ("train", "val"))
-    copied, known = module.find_documents(corpus, {*names, "xyz"}, "\n")
+    copied, known = find_documents(corpus, {*names, "xyz"}, "\n")
     assert (copied, known) == (training, training | held_out)
     wanted = [*sorted(training)[:2], *sorted(held_out)[:3], "xyz"]
     print_new("documents", {"sampled": wanted}, copied, known)

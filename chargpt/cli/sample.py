@@ -19,7 +19,6 @@ from chargpt.analysis.memorization import (
     MAX_SCANNED,
     MIN_MATCH,
     OverlapReport,
-    find_documents,
     measure_overlap,
 )
 from chargpt.cli import console, options, runs, tables
@@ -31,6 +30,7 @@ from chargpt.inference.generation import sample as sample_texts
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Place
 from chargpt.text.display import display_text, whole_graphemes
+from chargpt.text.documents import find_documents
 from chargpt.text.source import REPLACE_REMEDY, read_text
 from chargpt.text.tokenizer import UnknownPolicy, code_points
 
