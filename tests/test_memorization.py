@@ -18,6 +18,7 @@ from chargpt.analysis.memorization import (
     OverlapReport,
     VerbatimMatch,
     find_overlap,
+    longest_copied,
     longest_match,
     measure_overlap,
 )
@@ -27,6 +28,7 @@ from chargpt.inference.generation import Sample, new_sample
 from chargpt.text.corpus import Corpus, Place
 from chargpt.text.documents import find_documents
 from chargpt.text.prepare import load_corpus
+from chargpt.text.tokenizer import CharTokenizer
 
 
 def tokens(text: str) -> np.ndarray:
@@ -90,6 +92,26 @@ def test_the_result_equals_a_brute_force_search(text: str, sample: str, dtype: t
         if sample[i : i + MIN_MATCH] in text:
             covered |= set(range(i, i + MIN_MATCH))
     assert {i for start, end in found.spans for i in range(start, end)} == covered
+
+
+@given(
+    st.text("abé漢\N{PILE OF POO}", max_size=300),
+    st.lists(st.text("abé漢\N{PILE OF POO}", max_size=60), max_size=4),
+    st.integers(0, 40),
+    st.sampled_from(["ab", "abé漢"]),
+)
+def test_the_longest_copied_part_equals_a_brute_force_search(
+    text: str, samples: list[str], n_planted: int, known: str
+) -> None:
+    samples.append(f"ab{text[3 : 3 + n_planted]}ba")
+    tokenizer = CharTokenizer(known, has_bytes=True)
+    found = longest_copied(
+        tokenizer.encode(text), [*map(tokenizer.encode, samples)], tokenizer.first_continuation_id
+    )
+    parts = {text[i:j] for i in range(len(text)) for j in range(i, min(i + 70, len(text) + 1))}
+    for sample, length in zip(samples, found, strict=True):
+        own = (sample[i:j] for i in range(len(sample)) for j in range(i, len(sample) + 1))
+        assert length == max((len(part) for part in own if part in parts), default=0)
 
 
 def test_few_positions_of_a_frequent_ngram_are_stored(training: str) -> None:

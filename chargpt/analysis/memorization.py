@@ -215,30 +215,14 @@ def find_overlap(
 
     Of more than MAX_SCANNED tokens, n-grams below MIN_MATCH are not counted.
     """
-    # one text, in which no n-gram with a separator is one of the training split
-    parts = [part for text in texts for part in (text, np.array([SEPARATOR]))]
-    joined = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+    joined, starts = _join(texts)
     longest = max((len(text) for text in texts), default=0)
     shortest = MIN_MATCH if len(training) > MAX_SCANNED else 1
     lengths = [n for n in NGRAM_LENGTHS if shortest <= n <= min(longest, len(training))]
-    n_powers = max(len(joined), CHUNK + max(lengths, default=0))
-    powers, inverses = _powers(BASE, n_powers), _powers(pow(BASE, -1, 2**64), n_powers)
-    sums = _prefix_sums(joined, powers)
-    tables = [_NGramTable(_hashes(sums, inverses, n, len(joined) - n), n) for n in lengths]
-    short = [table for table in tables if table.n < MIN_MATCH]
-    long, anchors = tables[len(short) :], _Anchors(joined, training.dtype)
-    for first in range(0, len(training) if lengths else 0, CHUNK):
-        chunk = np.asarray(training[first : first + CHUNK + lengths[-1] - 1])
-        for group in filter(None, (short, long)):
-            positions = np.arange(len(chunk)) if group is short else anchors.near(chunk)
-            sums = _prefix_sums(chunk[positions], powers)
-            for table in group:
-                count = max(0, len(positions) - table.n + 1)
-                table.look_up(_hashes(sums, inverses, table.n, count), positions, first)
-        on_progress(min(first + CHUNK, len(training)), len(training))
+    tables = _find_ngrams(training, joined, lengths, MAX_POSITIONS, on_progress)
     matches = _matches(np.asarray(training), joined, tables)  # views of a memory map are slow
-    overlaps, start = [], 0
-    for text in texts:
+    overlaps = []
+    for text, start in zip(texts, starts, strict=True):
         end = start + len(text)
         own = [
             replace(match, start=match.start - start)
@@ -252,8 +236,87 @@ def find_overlap(
         }
         novel = {n: 1 - float(each.mean()) for n, each in occurs.items()}
         overlaps.append(Overlap(own, novel, {n: len(each) for n, each in occurs.items()}))
-        start = end + 1
     return overlaps
+
+
+def longest_copied(
+    training: Tokens, texts: Sequence[Tokens], first_continuation_id: int
+) -> list[int]:
+    """Return for each text the length of its longest part that the training tokens (N,) have.
+
+    In whole characters, exact for all lengths, up to equal hashes of different n-grams. Since a
+    part that occurs has shorter ones that do, the length is found by bisection, for all texts
+    together: the training tokens are scanned about log2 M times.
+
+    Args:
+        first_continuation_id: ids from this one on continue a character.
+    """
+    joined, starts = _join(texts)
+    # of the characters of each text, and its end
+    edges = [np.append(np.flatnonzero(text < first_continuation_id), len(text)) for text in texts]
+    lengths, limits = [0] * len(texts), [len(each) for each in edges]  # one that does not occur
+    while True:
+        middles = {
+            index: (length + limit) // 2
+            for index, (length, limit) in enumerate(zip(lengths, limits, strict=True))
+            if limit - length > 1
+        }
+        if not middles:
+            return lengths
+        # of as many characters, n-grams of different numbers of tokens
+        sizes = {index: edges[index][n:] - edges[index][:-n] for index, n in middles.items()}
+        different = np.unique(np.concatenate(list(sizes.values()))).tolist()
+        tables = _find_ngrams(training, joined, different, max_positions=1)
+        occurs = {table.n: table.n_stored[table.ids] > 0 for table in tables}
+        for index, n in middles.items():
+            begins = starts[index] + edges[index][:-n]
+            has_any = any(occurs[m][begins[sizes[index] == m]].any() for m in different)
+            (lengths if has_any else limits)[index] = n
+
+
+def _join(texts: Sequence[Tokens]) -> tuple[Tokens, list[int]]:
+    """Return the texts as one, with the start of each in it.
+
+    A separator follows each: no n-gram with one is in the training split.
+    """
+    parts = [part for text in texts for part in (text, np.array([SEPARATOR]))]
+    starts = np.cumsum([0, *(len(text) + 1 for text in texts)])[:-1]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts]), starts.tolist()
+
+
+def _find_ngrams(
+    training: Tokens,
+    joined: Tokens,
+    lengths: Sequence[int],
+    max_positions: int,
+    on_progress: OnProgress = lambda *_: None,
+) -> list["_NGramTable"]:
+    """Return the n-grams of these lengths, in rising order, of the joined texts, looked up.
+
+    Args:
+        max_positions: stored for one n-gram of MIN_MATCH tokens or more; of a shorter one 1.
+    """
+    n_powers = max(len(joined), CHUNK + max(lengths, default=0))
+    powers, inverses = _powers(BASE, n_powers), _powers(pow(BASE, -1, 2**64), n_powers)
+    sums = _prefix_sums(joined, powers)
+    tables = [
+        _NGramTable(
+            _hashes(sums, inverses, n, len(joined) - n), n, max_positions if n >= MIN_MATCH else 1
+        )
+        for n in lengths
+    ]
+    short = [table for table in tables if table.n < MIN_MATCH]
+    long, anchors = tables[len(short) :], _Anchors(joined, training.dtype)
+    for first in range(0, len(training) if lengths else 0, CHUNK):
+        chunk = np.asarray(training[first : first + CHUNK + lengths[-1] - 1])
+        for group in filter(None, (short, long)):
+            positions = np.arange(len(chunk)) if group is short else anchors.near(chunk)
+            sums = _prefix_sums(chunk[positions], powers)
+            for table in group:
+                count = max(0, len(positions) - table.n + 1)
+                table.look_up(_hashes(sums, inverses, table.n, count), positions, first)
+        on_progress(min(first + CHUNK, len(training)), len(training))
+    return tables
 
 
 class _HashTable:
@@ -320,12 +383,12 @@ class _NGramTable(_HashTable):
     Args:
         hashes: of the n-grams, in the order of the text.
         n: their length.
+        max_positions: stored for one n-gram.
     """
 
-    def __init__(self, hashes: Hashes, n: int) -> None:
+    def __init__(self, hashes: Hashes, n: int, max_positions: int) -> None:
         super().__init__(hashes)
-        self.n = n
-        self.max_positions = MAX_POSITIONS if n >= MIN_MATCH else 1
+        self.n, self.max_positions = n, max_positions
         self.positions: list[tuple[Positions, Positions]] = []  # (ids, positions) of each chunk
         self.n_stored = np.zeros(len(self.hashes), dtype=np.int64)
 

@@ -32,16 +32,19 @@ import torch
 
 from chargpt.config import SampleConfig
 from chargpt.device import one_blas_thread
-from chargpt.errors import ChargptError, ConfigError, OperationError
+from chargpt.errors import ChargptError, ConfigError, OperationError, TooFewError
 from chargpt.inference.decoders import build_decoder
 from chargpt.log import logger
 from chargpt.models import LanguageModel, eval_mode
 from chargpt.store.run import Run, as_run
 from chargpt.text.display import display_char
+from chargpt.text.documents import find_documents
 from chargpt.text.tokenizer import CharTokenizer, Floats, Ints, Tokens, UnknownPolicy
 
 MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of sequences that are sampled together
 UNIFORMS_CHUNK = 256  # positions whose uniform numbers are computed together
+MAX_REJECTED = 1_000  # sequences in a row, before `new` or `distinct` gives up
+MIN_GROUP = 32  # sequences sampled together where some are rejected: fewer take as long
 MIN_TEMPERATURE = 1e-100  # dividing differences of logits by it does not overflow
 SLICE_SECONDS = 0.005  # that a thread decodes before others may
 
@@ -58,6 +61,8 @@ class _OfTheRun:
 
 
 OF_THE_RUN: Any = _OfTheRun()
+# settings of a text that is streamed: what chooses among samples does not apply
+ONE_TEXT = {"num_samples": 1, "new": False, "distinct": False, "best": None}
 
 # why a text has ended, "" if it has not
 Ended = Literal["", "length", "stop", "document", "stopped"]
@@ -73,11 +78,13 @@ class Sample(str):
         surprisal: mean bits per sampled character, -log2 of its probability before temperature and
             filters; of all that was sampled, also the stop string or end of the document. NaN if
             nothing was.
+        sequence_id: number of its sequence, from 0: with the seed it decides the text.
     """
 
     prompt: str
     ended: Ended
     surprisal: float
+    sequence_id: int
 
     @property
     def text(self) -> str:
@@ -106,6 +113,9 @@ def sample(
     top_p: float | None = OF_THE_RUN,
     min_p: float | None = OF_THE_RUN,
     num_samples: int = OF_THE_RUN,
+    new: bool = OF_THE_RUN,
+    distinct: bool = OF_THE_RUN,
+    best: int | None = OF_THE_RUN,
     stop: Sequence[str] = OF_THE_RUN,
     seed: int | None = OF_THE_RUN,
     unknown: UnknownPolicy | None = None,
@@ -120,55 +130,196 @@ def sample(
         prompt, length, temperature, top_k, top_p, min_p, num_samples, stop, seed: settings that
             replace those of `options`, as in `sample(run, prompt="To be", temperature=0.5)`; top_k,
             top_p and min_p None: no such filter; seed None: a new one each time.
+        new, distinct: settings too: only whole documents that are not in the run's text, in any
+            split; no continuation twice. Sequences are sampled until `num_samples` are found; of
+            `MAX_REJECTED` in a row that are rejected, those found are returned, with a warning.
+        best: a setting too: return only so many, those of the lowest surprisal, lowest first; None:
+            all.
         unknown: policy for prompt characters outside the vocabulary; the run's `text.unknown` by
             default.
         on_progress: called with the number of characters sampled for all texts and their total;
             where a text may end before its length, at a stop string or the end of a document, with
-            the number of finished texts and `num_samples`.
+            the number of finished texts and `num_samples`; for new and distinct, of those found.
         is_stopped: once it returns True, the texts so far are returned; some may be missing.
 
     Returns:
         `num_samples` strings, each the prompt and its continuation without stop strings, with the
-        attributes of `Sample`. They do not depend on what other threads sample meanwhile.
+        attributes of `Sample`; in the order of their sequences, but for `best`. They do not depend
+        on what other threads sample meanwhile.
 
     Raises:
-        ConfigError: a setting is unknown or invalid.
+        ConfigError: a setting is unknown or invalid, or `new` is asked of a run without documents.
+        RunError: `new` is asked of a run without its text.
         UnknownCharacterError: the prompt contains unknown characters and `unknown` is `error`.
         OperationError: the model's logits are not finite.
     """
     given = locals()  # before there are others
     run = as_run(run)
     chosen = _with_changes(run, options, given)
-    # float32 numbers in the KV cache and the logits of one sequence
-    n_values = 2 * run.model.new_cache(1).keys.numel() + run.model.vocab_size
-    group_size = max(1, MAX_GROUP_BYTES // (4 * n_values))
-    ends_early = bool(chosen.stop or run.tokenizer.eos_token)
-    total = chosen.num_samples * (1 if ends_early else chosen.length)
     samples: list[Sample] = []
-    for first in range(0, chosen.num_samples, group_size):
-        sequence_ids = range(first, min(first + group_size, chosen.num_samples))
-        texts = [io.StringIO() for _ in sequence_ids]
-        steps = stream_run(run, chosen, unknown=unknown, sequence_ids=sequence_ids)
-        for n_steps, step in enumerate(steps, 1):
-            for text, piece in zip(texts, step, strict=True):
-                text.write(piece.text)
-            done = first * chosen.length + min(n_steps, chosen.length) * len(sequence_ids)
-            n_ended = first + sum(bool(piece.ended) for piece in step)
-            on_progress(n_ended if ends_early else done, total)
-            if is_stopped():
-                break
-        for text, (_, ended, surprisal) in zip(texts, step, strict=True):
-            written = text.getvalue()
-            samples.append(new_sample(chosen.prompt, written, ended or "stopped", surprisal))
-        if is_stopped():
-            break
+    try:
+        for group in sample_groups(run, chosen, unknown, on_progress, is_stopped):
+            samples += group
+    except TooFewError as error:
+        logger.warning(str(error))
     return samples
 
 
-def new_sample(prompt: str, continuation: str, ended: Ended, surprisal: float = math.nan) -> Sample:
+def sample_groups(
+    run: Run,
+    options: SampleConfig,
+    unknown: UnknownPolicy | None = None,
+    on_progress: Callable[[int, int], object] = lambda *_: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[list[Sample]]:
+    """Yield the samples that `sample` returns as they are known, group by group; `best` at the end.
+
+    The arguments and other errors are those of `sample`.
+
+    Raises:
+        TooFewError: after all samples, they are fewer than `num_samples`.
+    """
+    # float32 numbers in the KV cache and the logits of one sequence
+    n_values = 2 * run.model.new_cache(1).keys.numel() + run.model.vocab_size
+    max_group = max(1, MAX_GROUP_BYTES // (4 * n_values))
+    selection = _Selection(run, options)
+    found: list[Sample] = []
+    while not selection.is_done:
+        sequence_ids = selection.next_ids(max_group)
+        texts = [io.StringIO() for _ in sequence_ids]
+        steps = stream_run(run, options, unknown=unknown, sequence_ids=sequence_ids)
+        for n_steps, step in enumerate(steps, 1):
+            for text, piece in zip(texts, step, strict=True):
+                text.write(piece.text)
+            on_progress(*selection.progress(n_steps, step))
+            if is_stopped():
+                break
+        group = [
+            new_sample(options.prompt, text.getvalue(), ended or "stopped", surprisal, number)
+            for text, (_, ended, surprisal), number in zip(texts, step, sequence_ids, strict=True)
+        ]
+        found += selection.accept(group)
+        if options.best is None:
+            yield found
+            found = []
+        if is_stopped():
+            break
+    if options.best is not None:  # NaN, of which nothing was sampled, is the last
+        found.sort(key=lambda each: (math.isnan(each.surprisal), each.surprisal))
+        yield found[: options.best]
+    selection.require_enough()
+
+
+class _Selection:
+    """Which sequences become samples: all, or by rejection those that are new and distinct.
+
+    They are accepted in the order of their numbers, so they do not depend on the groups.
+
+    Raises:
+        ConfigError: `options.new`, and the run has no documents.
+        RunError: `options.new`, and the run has no text.
+    """
+
+    def __init__(self, run: Run, options: SampleConfig) -> None:
+        self.run, self.options = run, options
+        self.rejects = options.new or options.distinct
+        self.n_tried = self.n_found = self.n_rejected = 0  # n_rejected: in a row, the last ones
+        self.seen: set[str] = set()  # continuations
+        self.is_known: dict[str, bool] = {}  # of documents that were looked up
+        if not options.new:
+            return
+        if not run.tokenizer.eos_token:
+            raise ConfigError(
+                f"new samples are whole documents, and the text of {run.folder} is no list of "
+                "them; train with -s text.documents=lines, files or a separator, or do without new"
+            )
+        self.corpus = run.corpus()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether enough are found, or too many in a row were rejected."""
+        return self.n_found >= self.options.num_samples or self.n_rejected >= MAX_REJECTED
+
+    def next_ids(self, largest: int) -> range:
+        """Return the next sequences to sample, at most `largest`: what it takes at the rate so far.
+
+        Where some are rejected, those that were sampled beyond the last accepted one are wasted.
+        """
+        size = self.options.num_samples - self.n_found
+        if self.rejects and self.n_tried:
+            n_likely = size * self.n_tried // max(1, self.n_found)
+            size = max(MIN_GROUP, min(n_likely, MAX_REJECTED - self.n_rejected))
+        return range(self.n_tried, self.n_tried + min(size, largest))
+
+    def progress(self, n_steps: int, step: Sequence["Piece"]) -> tuple[int, int]:
+        """Return what is done after a step of the next sequences, and the total.
+
+        Of samples, or where no text can end before its length, of characters.
+        """
+        total, length = self.options.num_samples, self.options.length
+        if self.rejects:
+            return self.n_found, total
+        if self.options.stop or self.run.tokenizer.eos_token:
+            return self.n_found + sum(bool(piece.ended) for piece in step), total
+        return self.n_found * length + min(n_steps, length) * len(step), total * length
+
+    def accept(self, group: list[Sample]) -> list[Sample]:
+        """Return those of the next sequences that become samples."""
+        if self.options.new:
+            self._look_up(group)
+        accepted = []
+        for each in group:
+            if self.is_done:
+                break
+            self.n_tried += 1
+            if (self.options.new and not self._is_new(each)) or (
+                self.options.distinct and each.continuation in self.seen
+            ):
+                self.n_rejected += 1
+                continue
+            if self.options.distinct:
+                self.seen.add(each.continuation)
+            self.n_found, self.n_rejected = self.n_found + 1, 0
+            accepted.append(each)
+        return accepted
+
+    def _document(self, sample: Sample) -> str:
+        """Return the document that a text ends with: its prompt may hold the ends of others."""
+        return sample.rpartition(self.run.tokenizer.eos_token)[2]
+
+    def _is_new(self, sample: Sample) -> bool:
+        """Return whether a text that was looked up is a whole document, not blank, and new."""
+        document = self._document(sample)
+        return sample.ended == "document" and bool(document.strip()) and not self.is_known[document]
+
+    def _look_up(self, group: list[Sample]) -> None:
+        wanted = {self._document(each) for each in group if each.ended == "document"}
+        wanted -= self.is_known.keys()
+        _, known = find_documents(self.corpus, wanted, self.run.tokenizer.eos_token)
+        self.is_known |= {document: document in known for document in wanted}
+
+    def require_enough(self) -> None:
+        """Raise TooFewError if the search has ended with too few."""
+        if self.n_found >= self.options.num_samples or self.n_rejected < MAX_REJECTED:
+            return
+        kinds = [kind for kind in ("new", "distinct") if getattr(self.options, kind)]
+        raise TooFewError(
+            f"found {self.n_found:,} of {self.options.num_samples:,} {' and '.join(kinds)} samples "
+            f"in {self.n_tried:,}, and none among the last {MAX_REJECTED:,}; raise the temperature"
+        )
+
+
+def new_sample(
+    prompt: str,
+    continuation: str,
+    ended: Ended,
+    surprisal: float = math.nan,
+    sequence_id: int = 0,
+) -> Sample:
     """Return a sample; without a constructor of its own, its class can be pickled."""
     sample = Sample(prompt + continuation)
     sample.prompt, sample.ended, sample.surprisal = prompt, ended, surprisal
+    sample.sequence_id = sequence_id
     return sample
 
 
@@ -192,7 +343,7 @@ def stream(
     """
     given = locals()
     run = as_run(run)
-    chosen = _with_changes(run, options, {**given, "num_samples": 1})
+    chosen = _with_changes(run, options, {**given, **ONE_TEXT})
     return (piece.text for (piece,) in stream_run(run, chosen, unknown=unknown) if piece.text)
 
 
@@ -203,7 +354,8 @@ def _with_changes(run: Run, options: SampleConfig | None, given: Mapping[str, An
     if not isinstance(options, SampleConfig | None):
         raise ConfigError("give settings by name, as in sample(run, temperature=0.5)")
     config = run.config.model_copy(update={"sample": options or run.config.sample})
-    named = {key: given[key] for key in SampleConfig.model_fields if given[key] is not OF_THE_RUN}
+    values = {key: given.get(key, OF_THE_RUN) for key in SampleConfig.model_fields}
+    named = {key: value for key, value in values.items() if value is not OF_THE_RUN}
     return config.with_values({f"sample.{key}": value for key, value in named.items()}).sample
 
 
