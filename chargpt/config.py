@@ -385,7 +385,7 @@ class SampleConfig(Settings):
     distinct: bool = False
     """No continuation twice."""
     best: int | None = Field(None, ge=1, le=MAX_SAMPLES)
-    """Of `num_samples` samples only the k of the lowest mean surprisal, lowest first; null: all."""
+    """Only the k samples of the lowest mean surprisal, lowest first; null: all."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """null: a new seed each time."""
     stop: tuple[str, ...] = ()

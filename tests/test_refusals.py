@@ -47,7 +47,7 @@ REFUSALS = [
     ("compare --run RUN", 2, "chargpt: give the run", "as an argument; see"),
     ("sample --text Once", 2, "chargpt: --prompt TEXT", "--prompt-file FILE is a prompt"),
     ("doctor --model RUN", 2, "chargpt: No such option: --model;", "see `chargpt doctor --help`"),
-    ("train --best 3", 2, "chargpt: No such option: --best;", "see `chargpt train --help`"),
+    ("train --best 3", 2, "--best 3 is -s sample.best=3", "see `chargpt train --help`"),
     ("train --seeds 3", 2, "`chargpt compare TEXT --seeds 3`", "a model with each seed"),
     ("train --name my", 2, "--name my is", "--out runs/my;"),
     (
@@ -166,6 +166,14 @@ REFUSALS = [
     ("sample RUN --seed 9223372036854775808", 2, "--seed", "expected less than 2^63"),
     ("sample RUN --num-samples 5000", 2, "--num-samples", "from 1 to 4096"),
     ("sample RUN -i --json", 2, "--json does not apply to --interactive", "drop it"),
+    ("sample RUN -i --new", 2, "--new does not apply to --interactive", "drop it"),
+    ("sample RUN -i --format text", 2, "--format does not apply to --interactive", "drop it"),
+    ("sample RUN --new", 2, "is no list of them", "-s text.documents=lines, files or a separator"),
+    ("sample RUN --best 3 --num-samples 2", 2, "--best 3 is of --num-samples 2", "raise --num-s"),
+    ("sample RUN --best 0", 2, "--best", "expected a number from 1 to 4096"),
+    ("sample RUN --json --format text", 2, "--json and --format text exclude", "give one"),
+    ("sample RUN --format jsonl --overlap", 2, "and --format jsonl lines", "drop it"),
+    ("sample RUN --format xml", 2, "'xml'", "'text', 'json', 'jsonl'"),
     ("sample RUN --encoding utf-8", 2, "--encoding is that of a --prompt-file", "drop it"),
     # evaluate
     ("evaluate RUN a.txt", 2, "extra argument(s) (a.txt)", "--text FILE names another text"),

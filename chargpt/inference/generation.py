@@ -61,8 +61,9 @@ class _OfTheRun:
 
 
 OF_THE_RUN: Any = _OfTheRun()
-# settings of a text that is streamed: what chooses among samples does not apply
-ONE_TEXT = {"num_samples": 1, "new": False, "distinct": False, "best": None}
+# settings without a choice among samples, and of a text that is streamed
+ALL_SAMPLES: dict[str, Any] = {"new": False, "distinct": False, "best": None}
+ONE_TEXT = {"num_samples": 1, **ALL_SAMPLES}
 
 # why a text has ended, "" if it has not
 Ended = Literal["", "length", "stop", "document", "stopped"]
@@ -204,9 +205,8 @@ def sample_groups(
             found = []
         if is_stopped():
             break
-    if options.best is not None:  # NaN, of which nothing was sampled, is the last
-        found.sort(key=lambda each: (math.isnan(each.surprisal), each.surprisal))
-        yield found[: options.best]
+    if options.best is not None:
+        yield sorted(found, key=lambda each: each.surprisal)[: options.best]
     selection.require_enough()
 
 
@@ -223,7 +223,8 @@ class _Selection:
     def __init__(self, run: Run, options: SampleConfig) -> None:
         self.run, self.options = run, options
         self.rejects = options.new or options.distinct
-        self.n_tried = self.n_found = self.n_rejected = 0  # n_rejected: in a row, the last ones
+        self.n_tried = self.n_found = self.n_cut = 0  # n_cut: at their length
+        self.n_rejected = 0  # in a row, the last ones
         self.seen: set[str] = set()  # continuations
         self.is_known: dict[str, bool] = {}  # of documents that were looked up
         if not options.new:
@@ -272,6 +273,7 @@ class _Selection:
             if self.is_done:
                 break
             self.n_tried += 1
+            self.n_cut += each.ended == "length"
             if (self.options.new and not self._is_new(each)) or (
                 self.options.distinct and each.continuation in self.seen
             ):
@@ -303,9 +305,11 @@ class _Selection:
         if self.n_found >= self.options.num_samples or self.n_rejected < MAX_REJECTED:
             return
         kinds = [kind for kind in ("new", "distinct") if getattr(self.options, kind)]
+        is_cut = self.options.new and self.n_cut > self.n_tried / 2
+        remedy = "length, which cut most of them" if is_cut else "temperature"
         raise TooFewError(
             f"found {self.n_found:,} of {self.options.num_samples:,} {' and '.join(kinds)} samples "
-            f"in {self.n_tried:,}, and none among the last {MAX_REJECTED:,}; raise the temperature"
+            f"in {self.n_tried:,} sequences, none in the last {MAX_REJECTED:,}; raise the {remedy}"
         )
 
 
