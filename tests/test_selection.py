@@ -86,6 +86,18 @@ def test_a_new_document_includes_the_prompt_but_not_the_documents_before(run: Ru
         assert not {text.removeprefix(before) for text in found} & set(NAMES)
 
 
+def test_the_search_ends_after_too_many_rejections_in_a_row_not_in_all(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = sample(run, num_samples=20, new=True, distinct=True)
+    numbers = [-1, *(text.sequence_id for text in found)]
+    in_a_row = [after - before - 1 for before, after in itertools.pairwise(numbers)]
+    assert sum(in_a_row) > max(in_a_row) + 1
+    for limit, n_found in ((max(in_a_row) + 1, 20), (max(in_a_row), in_a_row.index(max(in_a_row)))):
+        monkeypatch.setattr(generation, "MAX_REJECTED", limit)
+        assert sample(run, num_samples=20, new=True, distinct=True) == found[:n_found]
+
+
 @pytest.mark.parametrize("group", [1, 64])
 def test_too_few_samples_are_returned_with_a_warning(
     group: int, run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
