@@ -380,6 +380,12 @@ class SampleConfig(Settings):
     """Sample from characters with at least p times the highest probability; null: from all."""
     num_samples: int = Field(1, ge=1, le=MAX_SAMPLES)
     """Number of samples."""
+    new: bool = False
+    """Only whole documents that the run's text does not have in any split."""
+    distinct: bool = False
+    """No continuation twice."""
+    best: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    """Only the k samples of the lowest mean surprisal, lowest first; null: all."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """null: a new seed each time."""
     stop: tuple[str, ...] = ()
@@ -430,6 +436,15 @@ class SampleConfig(Settings):
         if "" in stop:
             raise ValueError("a stop string is empty and would stop at once; give it a character")
         return stop
+
+    @model_validator(mode="after")
+    def require_enough_samples(self) -> Self:
+        if self.best is not None and self.best > self.num_samples:
+            raise ValueError(
+                f"sample.best {self.best} is of sample.num_samples {self.num_samples}; raise "
+                "sample.num_samples, or lower sample.best"
+            )
+        return self
 
 
 class TrackConfig(Settings):

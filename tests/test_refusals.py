@@ -47,7 +47,7 @@ REFUSALS = [
     ("compare --run RUN", 2, "chargpt: give the run", "as an argument; see"),
     ("sample --text Once", 2, "chargpt: --prompt TEXT", "--prompt-file FILE is a prompt"),
     ("doctor --model RUN", 2, "chargpt: No such option: --model;", "see `chargpt doctor --help`"),
-    ("train --best 3", 2, "chargpt: No such option: --best;", "see `chargpt train --help`"),
+    ("train --best 3", 2, "--best 3 is -s sample.best=3", "see `chargpt train --help`"),
     ("train --seeds 3", 2, "`chargpt compare TEXT --seeds 3`", "a model with each seed"),
     ("train --name my", 2, "--name my is", "--out runs/my;"),
     (
@@ -178,6 +178,14 @@ REFUSALS = [
     ("sample RUN --no-copy 0", 2, "--no-copy", "expected a number of 1 or more"),
     ("sample RUN --word ''", 2, "--word", "give it a character"),
     ("sample RUN -p a --whole --match b", 2, "the prompt matches no text", "leave out --whole"),
+    ("sample RUN -i --new", 2, "--new does not apply to --interactive", "drop it"),
+    ("sample RUN -i --format text", 2, "--format does not apply to --interactive", "drop it"),
+    ("sample RUN --new", 2, "is no list of them", "-s text.documents=lines, files or a separator"),
+    ("sample RUN --best 3 --num-samples 2", 2, "--best 3 is of --num-samples 2", "raise --num-s"),
+    ("sample RUN --best 0", 2, "--best", "expected a number from 1 to 4096"),
+    ("sample RUN --json --format text", 2, "--json and --format text exclude", "give one"),
+    ("sample RUN --format jsonl --overlap", 2, "and --format jsonl lines", "drop it"),
+    ("sample RUN --format xml", 2, "'xml'", "'text', 'json', 'jsonl'"),
     ("sample RUN --encoding utf-8", 2, "--encoding is that of a --prompt-file", "drop it"),
     # evaluate
     ("evaluate RUN a.txt", 2, "extra argument(s) (a.txt)", "--text FILE names another text"),

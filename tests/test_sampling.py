@@ -103,7 +103,7 @@ def test_a_signal_ends_the_sample_command_and_what_was_sampled_is_printed(number
         assert "these are the samples so far: 16 of 16, of which 16 are unfinished" in error
 
 
-@pytest.mark.parametrize("while_", ["sample_texts", "measure_overlap"])
+@pytest.mark.parametrize("while_", ["sample_groups", "measure_overlap"])
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_signal_before_the_overlap_is_measured_prints_the_samples(
     form, while_, trained, cli, monkeypatch

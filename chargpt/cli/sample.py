@@ -3,13 +3,14 @@
 import dataclasses
 import io
 import json
+import math
 import re
 import secrets
 import sys
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -19,19 +20,20 @@ from chargpt.analysis.memorization import (
     MAX_SCANNED,
     MIN_MATCH,
     OverlapReport,
-    find_documents,
+    longest_copied,
     measure_overlap,
 )
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.main import catch_signals
 from chargpt.config import Config, SampleConfig, TextConfig, parse_override, unescape
-from chargpt.errors import ChargptError, ConfigError, Stopped, TextError
-from chargpt.inference.generation import Sample, new_sample, stream_run
-from chargpt.inference.generation import sample as sample_texts
+from chargpt.errors import ChargptError, ConfigError, RunError, Stopped, TextError, TooFewError
+from chargpt.inference.generation import ONE_TEXT, sample_groups, stream_run
 from chargpt.inference.sampling import Piece
+from chargpt.inference.selection import Sample, new_sample
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Place
 from chargpt.text.display import display_text, whole_graphemes
+from chargpt.text.documents import find_documents
 from chargpt.text.source import REPLACE_REMEDY, read_text
 from chargpt.text.tokenizer import UnknownPolicy, code_points
 
@@ -52,26 +54,28 @@ CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop"
 MAX_SHOWN = 10  # matches in the table
 MAX_PASSAGE = 80  # characters of a match in the table
 
+Format = Literal["text", "json", "jsonl"]
 
-def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
+
+def setting(name: str, *flags: str, metavar: str | None = None, help_: str = "") -> Any:
     """Return the option of a field of `SampleConfig`, with its meaning, default and bounds.
 
     Args:
         name: of the field.
         flags: of the option, if it has others than the field's name.
-        metavar: what stands for the value in the help.
+        metavar: what stands for the value in the help; None of a flag.
         help_: begins the help.
     """
     field = SampleConfig.model_fields[name]
     meaning = " ".join((field.description or "").split()).rstrip(".").replace("null: ", "")
-    default = "" if field.default in (None, ()) else f"; {field.default}"
-    by_default = "" if field.default == () else f"{default} by default"
+    default = "" if field.default is None else f"; {field.default}"
+    default = "" if field.default in (False, ()) else f"{default} by default"
     limits = ChainMap(*map(dataclasses.asdict, field.metadata))
     return typer.Option(
         None,
         *flags,
         metavar=metavar,
-        help=f"{help_} {meaning}{by_default}.".strip(),
+        help=f"{help_} {meaning}{default}.".strip(),
         min=limits.get("ge", limits.get("gt")),
         max=limits.get("le"),
     )
@@ -92,6 +96,9 @@ def sample(
     top_p: float | None = setting("top_p", metavar="P"),
     min_p: float | None = setting("min_p", metavar="P"),
     num_samples: int | None = setting("num_samples", metavar="N"),
+    new: bool | None = setting("new", "--new"),
+    distinct: bool | None = setting("distinct", "--distinct"),
+    best: int | None = setting("best", metavar="K"),
     seed: int | None = setting("seed", metavar="N", help_="The same seed gives the same text;"),
     stop: Annotated[
         list[str] | None,
@@ -121,7 +128,13 @@ def sample(
     unknown: options.UnknownOption = None,
     mixture: options.Mixture = False,
     checkpoint: options.Checkpoint = "best",
-    json_: options.Json = False,
+    format_: Annotated[
+        Format | None,
+        typer.Option(
+            "--format", help="How to print: text (the default), one JSON object, or one a sample."
+        ),
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     device: options.Device = None,
     encoding: options.RunEncoding = None,
 ) -> None:
@@ -140,40 +153,37 @@ def sample(
         ctx.params["stop"] = [loaded.tokenizer.choose_form(unescape(text)) for text in stop]
     config = sample_config(loaded.config, {**ctx.params, "prompt": prompt}, policy)
     if interactive:
-        given = {"--json": json_, "--overlap": overlap, "--num-samples": (num_samples or 1) > 1}
+        given = {f"--{name}": ctx.params[name] for name in ("overlap", "new", "distinct", "best")}
+        given |= {"--json": json_, "--format": format_, "--num-samples": (num_samples or 1) > 1}
         options.reject(given, "does not apply to --interactive, which prints one text at a time")
-        interact(loaded, config, begins=prompt is not None)
+        changes = {f"sample.{name}": value for name, value in ONE_TEXT.items()}
+        interact(loaded, config.with_values(changes), begins=prompt is not None)
         return
+    form = choose_format(format_, json_, has_overlap=overlap)
     if is_random := config.sample.seed is None:  # chosen here, so that it can be printed
         config = config.with_values({"sample.seed": secrets.randbits(32)})
     settings = config.sample
     caught: list[int] = []  # signals that ended the sampling
-    if settings.num_samples == 1 and not json_ and not overlap:
+    too_few: list[TooFewError] = []
+    if settings.num_samples == 1 and form == "text" and not overlap and not settings.new:
         texts = [print_stream(loaded, config)]
+    elif form == "jsonl":
+        corpus = text_for_copies(loaded)
+        texts = sample_several(
+            loaded, config, caught, too_few, lambda group: print_lines(group, settings, corpus)
+        )
     else:
         corpus = loaded.corpus() if overlap else None  # an error before the work
-        texts = sample_several(loaded, config, caught)
-        report = measure(corpus, texts, caught) if corpus else None
-        if json_:
-            result = {
-                "samples": texts,
-                "prompt": settings.prompt,
-                "continuations": [text.continuation for text in texts],
-                "ended": [text.ended for text in texts],
-                "finished": [text.finished for text in texts],
-                "seed": settings.seed,
-                "run": str(loaded.folder),
-                "step": loaded.step,
-                "mixture": mixture,
-            }
-            if corpus and report:
-                result |= overlap_json(corpus, report, texts)
-            console.out_json(result)
+        texts = sample_several(loaded, config, caught, too_few)
+        report = measure(corpus, texts, caught) if corpus and texts else None
+        if form == "json":
+            facts = {"run": str(loaded.folder), "step": loaded.step, "mixture": mixture}
+            print_json(texts, settings, facts, corpus, report)
         else:
             print_samples(texts, report, has_lines=loaded.tokenizer.eos_token == "\n")
             if corpus and report:
                 print_overlap(corpus, report, texts)
-    if is_random and settings.temperature and sys.stdout.isatty() and not json_:
+    if is_random and settings.temperature and sys.stdout.isatty() and form == "text":
         console.say(f"--seed {settings.seed} gives the same text")
     n_cut = sum(text.ended == "length" for text in texts)
     if n_cut and loaded.tokenizer.eos_token:
@@ -184,22 +194,116 @@ def sample(
     say_flaws(texts)
     if caught:
         raise Stopped(caught[0])
+    for error in too_few:
+        raise error
 
 
-def sample_several(run: Run, config: Config, caught: list[int]) -> list[Sample]:
-    """Return samples, with a progress bar; a signal ends them, and is appended to `caught`."""
+def choose_format(format_: Format | None, json_: bool, *, has_overlap: bool) -> Format:
+    """Return how to print the samples, or reject options that exclude each other."""
+    if json_ and format_ not in (None, "json"):
+        raise ConfigError(f"--json and --format {format_} exclude each other; give one")
+    if format_ == "jsonl":
+        options.reject({"--overlap": has_overlap}, "prints a table, and --format jsonl lines")
+    return "json" if json_ else format_ or "text"
+
+
+def sample_several(
+    run: Run,
+    config: Config,
+    caught: list[int],
+    too_few: list[TooFewError],
+    on_group: Callable[[list[Sample]], object] = lambda _: None,
+) -> list[Sample]:
+    """Return samples, with a progress bar; a signal ends them, and is appended to `caught`.
+
+    Args:
+        too_few: receives the error if some are missing for another reason.
+        on_group: called with the samples of each group as soon as they are known.
+    """
     settings = config.sample
-    ends_early = settings.stop or run.tokenizer.eos_token  # progress then counts samples
+    # progress then counts samples
+    ends_early = settings.stop or run.tokenizer.eos_token or settings.distinct
     unit = "sample" if ends_early else "character"
+    texts: list[Sample] = []
     with runs.stoppable_progress(unit, "generated", caught) as callbacks:
-        texts = sample_texts(run, settings, unknown=config.text.unknown, **callbacks)
+        try:
+            for group in sample_groups(run, settings, unknown=config.text.unknown, **callbacks):
+                on_group(group)
+                texts += group
+        except TooFewError as error:
+            too_few.append(error)
     if caught:
         n_stopped = sum(text.ended == "stopped" for text in texts)
         console.say(
-            f"these are the samples so far: {len(texts):,} of {settings.num_samples:,}, of which "
-            f"{n_stopped:,} are unfinished"
+            f"these are the samples so far: {len(texts):,} of "
+            f"{settings.best or settings.num_samples:,}, of which {n_stopped:,} are unfinished"
         )
     return texts
+
+
+def text_for_copies(run: Run) -> Corpus | None:
+    """Return the text that copies are looked up in; None, with a message, if there is none."""
+    try:
+        return run.corpus()
+    except RunError as error:
+        console.say(f"longest_copied is null: {error}")
+        return None
+
+
+def copied_lengths(corpus: Corpus | None, texts: Sequence[Sample]) -> list[int | None]:
+    """Return the characters of the longest part of each continuation in the training split."""
+    if corpus is None:
+        return [None] * len(texts)
+    tokenizer = corpus.tokenizer
+    tokens = [tokenizer.encode(text.continuation, "replace") for text in texts]
+    return [*longest_copied(corpus.split("train"), tokens, tokenizer.first_continuation_id)]
+
+
+def surprisal_of(text: Sample) -> float | None:
+    """Return the mean surprisal of a sample in bits per character, as JSON takes it."""
+    return None if math.isnan(text.surprisal) else text.surprisal
+
+
+def print_lines(texts: Sequence[Sample], settings: SampleConfig, corpus: Corpus | None) -> None:
+    """Print one JSON object for each sample."""
+    for text, length in zip(texts, copied_lengths(corpus, texts), strict=True):
+        console.out_json(
+            {
+                "prompt": text.prompt,
+                "continuation": text.continuation,
+                "ended": text.ended,
+                "finished": text.finished,
+                "surprisal": surprisal_of(text),
+                "longest_copied": length,
+                "seed": settings.seed,
+                "sample": text.sequence_id + 1,
+            }
+        )
+
+
+def print_json(
+    texts: Sequence[Sample],
+    settings: SampleConfig,
+    facts: Mapping[str, Any],
+    corpus: Corpus | None,
+    report: OverlapReport | None,
+) -> None:
+    """Print one JSON object with all samples, facts of the run, and the overlap if it is known."""
+    result = {
+        "samples": texts,
+        "prompt": settings.prompt,
+        "continuations": [text.continuation for text in texts],
+        "ended": [text.ended for text in texts],
+        "finished": [text.finished for text in texts],
+        "surprisal": [surprisal_of(text) for text in texts],
+        "sample": [text.sequence_id + 1 for text in texts],
+        "seed": settings.seed,
+        **facts,
+    }
+    if corpus and report:
+        result["longest_copied"] = copied_lengths(corpus, texts)
+        result |= overlap_json(corpus, report, texts)
+    console.out_json(result)
 
 
 def say_flaws(samples: Sequence[Sample]) -> None:
@@ -419,7 +523,7 @@ def measure(corpus: Corpus, texts: list[Sample], caught: list[int]) -> OverlapRe
     return None
 
 
-def overlap_json(corpus: Corpus, report: OverlapReport, texts: list[Sample]) -> dict[str, Any]:
+def overlap_json(corpus: Corpus, report: OverlapReport, texts: Sequence[Sample]) -> dict[str, Any]:
     """Return the overlap of each sample, with places, and which documents are new or copied."""
     overlaps = []
     for each in report.texts:

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from chargpt.config import SampleConfig
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, TooFewError
 from chargpt.inference.constrained import ConstrainedSampler, Rules, build_rules
 from chargpt.inference.constraints import CONSTRAINTS
 from chargpt.inference.decoders import build_decoder
@@ -33,6 +33,7 @@ from chargpt.inference.sampling import (
     sample_tokens,
     uniforms,
 )
+from chargpt.inference.selection import Sample, Selection, new_sample
 from chargpt.log import logger
 from chargpt.models import LanguageModel, eval_mode
 from chargpt.store.run import Run, as_run
@@ -52,39 +53,9 @@ class _OfTheRun:
 
 
 OF_THE_RUN: Any = _OfTheRun()
-
-
-class Sample(str):
-    """A sampled text: the prompt and its continuation.
-
-    Attributes:
-        prompt: its beginning.
-        ended: by its `length`, before a `stop` string, at the end of a `document`, where it
-            matches and the next token would not (`match`), after the last `sentence` of
-            `max_chars`, or `stopped` from outside.
-        surprisal: mean bits per sampled character, -log2 of its probability before temperature and
-            filters; of all that was sampled, also the stop string or end of the document. NaN if
-            nothing was.
-    """
-
-    prompt: str
-    ended: Ended
-    surprisal: float
-
-    @property
-    def text(self) -> str:
-        """The whole text as a plain string."""
-        return str(self)
-
-    @property
-    def continuation(self) -> str:
-        """The text without the prompt."""
-        return self[len(self.prompt) :]
-
-    @property
-    def finished(self) -> bool:
-        """Whether a stop string, the end of a document or that of a match has ended it."""
-        return self.ended in ("stop", "document", "match")
+# settings without a choice among samples, and of a text that is streamed
+ALL_SAMPLES: dict[str, Any] = {"new": False, "distinct": False, "best": None}
+ONE_TEXT = {"num_samples": 1, **ALL_SAMPLES}
 
 
 def sample(
@@ -98,6 +69,9 @@ def sample(
     top_p: float | None = OF_THE_RUN,
     min_p: float | None = OF_THE_RUN,
     num_samples: int = OF_THE_RUN,
+    new: bool = OF_THE_RUN,
+    distinct: bool = OF_THE_RUN,
+    best: int | None = OF_THE_RUN,
     stop: Sequence[str] = OF_THE_RUN,
     match: str | None = OF_THE_RUN,
     only: str | None = OF_THE_RUN,
@@ -126,56 +100,86 @@ def sample(
             text satisfies, as in `sample(run, match="[A-Z][a-z]+", without="e")`; see
             `SampleConfig` and constraints.py.
         no_copy: sample no stretch of more characters of the run's text.
+        new, distinct: settings too: only whole documents that are not in the run's text, in any
+            split; no continuation twice. Sequences are sampled until `num_samples` are found; of
+            `MAX_REJECTED` in a row that are rejected, those found are returned, with a warning.
+        best: a setting too: return only so many, those of the lowest surprisal, lowest first; None:
+            all.
         unknown: policy for prompt characters outside the vocabulary; the run's `text.unknown` by
             default.
         on_progress: called with the number of characters sampled for all texts and their total;
             where a text may end before its length, at a stop string or the end of a document, with
-            the number of finished texts and `num_samples`.
+            the number of finished texts and `num_samples`; for new and distinct, of those found.
         is_stopped: once it returns True, the texts so far are returned; some may be missing.
 
     Returns:
         `num_samples` strings, each the prompt and its continuation without stop strings, with the
-        attributes of `Sample`. They do not depend on what other threads sample meanwhile.
+        attributes of `Sample`; in the order of their sequences, but for `best`. They do not depend
+        on what other threads sample meanwhile.
 
     Raises:
-        ConfigError: a setting is unknown or invalid, or no text satisfies the constraints.
+        ConfigError: a setting is unknown or invalid, or no text satisfies the constraints; or
+            `new` is asked of a run without documents.
+        RunError: `new` is asked of a run without its text.
         UnknownCharacterError: the prompt contains unknown characters and `unknown` is `error`.
         OperationError: the model's logits are not finite, or nothing is left that `no_copy` allows.
     """
     given = locals()  # before there are others
     run = as_run(run)
     chosen = _with_changes(run, options, given)
-    # float32 numbers in the KV cache and the logits of one sequence
-    n_values = 2 * run.model.new_cache(1).keys.numel() + run.model.vocab_size
-    group_size = max(1, MAX_GROUP_BYTES // (4 * n_values))
-    ends_early = bool(chosen.stop or run.tokenizer.eos_token)
-    total = chosen.num_samples * (1 if ends_early else chosen.limit)
     samples: list[Sample] = []
-    for first in range(0, chosen.num_samples, group_size):
-        sequence_ids = range(first, min(first + group_size, chosen.num_samples))
-        texts = [io.StringIO() for _ in sequence_ids]
-        steps = stream_run(run, chosen, unknown=unknown, sequence_ids=sequence_ids)
-        for n_steps, step in enumerate(steps, 1):
-            for text, piece in zip(texts, step, strict=True):
-                text.write(piece.text)
-            done = first * chosen.limit + min(n_steps, chosen.limit) * len(sequence_ids)
-            n_ended = first + sum(bool(piece.ended) for piece in step)
-            on_progress(n_ended if ends_early else done, total)
-            if is_stopped():
-                break
-        for text, (_, ended, surprisal) in zip(texts, step, strict=True):
-            written = text.getvalue()
-            samples.append(new_sample(chosen.prompt, written, ended or "stopped", surprisal))
-        if is_stopped():
-            break
+    try:
+        for group in sample_groups(run, chosen, unknown, on_progress, is_stopped):
+            samples += group
+    except TooFewError as error:
+        logger.warning(str(error))
     return samples
 
 
-def new_sample(prompt: str, continuation: str, ended: Ended, surprisal: float = math.nan) -> Sample:
-    """Return a sample; without a constructor of its own, its class can be pickled."""
-    sample = Sample(prompt + continuation)
-    sample.prompt, sample.ended, sample.surprisal = prompt, ended, surprisal
-    return sample
+def sample_groups(
+    run: Run,
+    options: SampleConfig,
+    unknown: UnknownPolicy | None = None,
+    on_progress: Callable[[int, int], object] = lambda *_: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Iterator[list[Sample]]:
+    """Yield the samples that `sample` returns as they are known, group by group; `best` at the end.
+
+    The arguments and other errors are those of `sample`.
+
+    Raises:
+        TooFewError: after all samples, they are fewer than `num_samples`.
+    """
+    # float32 numbers in the KV cache and the logits of one sequence
+    n_values = 2 * run.model.new_cache(1).keys.numel() + run.model.vocab_size
+    max_group = max(1, MAX_GROUP_BYTES // (4 * n_values))
+    selection = Selection(run, options)
+    found: list[Sample] = []
+    while not selection.is_done:
+        sequence_ids = selection.next_ids(max_group)
+        texts = [io.StringIO() for _ in sequence_ids]
+        steps = stream_run(run, options, unknown=unknown, sequence_ids=sequence_ids)
+        for n_steps, step in enumerate(steps, 1):
+            for text, piece in zip(texts, step, strict=True):
+                text.write(piece.text)
+            on_progress(*selection.progress(n_steps, step))
+            if is_stopped():
+                break
+        group = [
+            new_sample(options.prompt, text.getvalue(), ended or "stopped", surprisal, number)
+            for text, (_, ended, surprisal), number in zip(texts, step, sequence_ids, strict=True)
+        ]
+        found += selection.accept(group)
+        if options.best is None:
+            yield found
+            found = []
+        if is_stopped():
+            break
+    if options.best is not None:
+        yield sorted(found, key=lambda each: (math.isnan(each.surprisal), each.surprisal))[
+            : options.best
+        ]
+    selection.require_enough()
 
 
 def stream(
@@ -208,7 +212,7 @@ def stream(
     """
     given = locals()
     run = as_run(run)
-    chosen = _with_changes(run, options, {**given, "num_samples": 1})
+    chosen = _with_changes(run, options, {**given, **ONE_TEXT})
     return (piece.text for (piece,) in stream_run(run, chosen, unknown=unknown) if piece.text)
 
 
@@ -219,11 +223,8 @@ def _with_changes(run: Run, options: SampleConfig | None, given: Mapping[str, An
     if not isinstance(options, SampleConfig | None):
         raise ConfigError("give settings by name, as in sample(run, temperature=0.5)")
     config = run.config.model_copy(update={"sample": options or run.config.sample})
-    named = {
-        key: given[key]
-        for key in SampleConfig.model_fields
-        if given.get(key, OF_THE_RUN) is not OF_THE_RUN
-    }
+    values = {key: given.get(key, OF_THE_RUN) for key in SampleConfig.model_fields}
+    named = {key: value for key, value in values.items() if value is not OF_THE_RUN}
     return config.with_values({f"sample.{key}": value for key, value in named.items()}).sample
 
 
