@@ -345,9 +345,12 @@ def test_max_chars_ends_after_the_last_sentence_that_matches(tmp_path: Any) -> N
 
 
 def test_what_an_automaton_may_cost_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for pattern in ("((a{50}){50}){50}", "(?s).*a.{18}", ".{0,300}(a|b).{200}"):
+    for pattern in ("((a{50}){50}){50}", "(?s).*a.{18}", "(" * 5000 + ")" * 5000, "a{99999999999}"):
         with pytest.raises(ConfigError, match="too large a pattern"):
             automaton_of(pattern)
+    monkeypatch.setattr(constraints, "MAX_WORK", 1_000)
+    with pytest.raises(ConfigError, match="too large a pattern"):
+        automaton_of("(a?){400}")
     monkeypatch.setattr(constraints, "MAX_STATES", 100)
     with pytest.raises(ConfigError, match="have in common is too large"):
         product(automaton_of("(a{12})*"), automaton_of("(a{11})*"))

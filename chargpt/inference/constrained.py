@@ -227,14 +227,15 @@ class _Sequence:
         if not (continues or token == self.sampler.eos_token_id or not self.text.remaining):
             self.ended = "match"
             return
-        self.tokens.append(token)
-        self.nats.append(nats)
-        self.total_nats += nats
-        self.n_characters += token < self.sampler.model.first_continuation_id
-        if continues:
-            self.states.append(self.sampler.constraint.next_state(self.states[-1], token))
         self.written += self.text.push(token)
         self.ended = self.text.ended
+        if self.text.has_token:
+            self.tokens.append(token)
+            self.nats.append(nats)
+            self.total_nats += nats
+            self.n_characters += token < self.sampler.model.first_continuation_id
+        if continues:
+            self.states.append(self.sampler.constraint.next_state(self.states[-1], token))
         if self.ended == "length" and self.sampler.options.max_chars:
             self._cut()
 

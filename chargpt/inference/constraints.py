@@ -26,8 +26,10 @@ Shapes in this file: A = characters of the alphabet, S = states, C = classes of 
 tokens, V = vocabulary size, N = sequences.
 """
 
+import itertools
 import re
 import unicodedata
+import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -50,8 +52,8 @@ _compiler: Any = import_module("re._compiler")
 
 CONSTRAINTS = ("match", "only", "without", "word", "lines", "acrostic", "end")  # settings
 MAX_STATES = 20_000  # of an automaton
-MAX_ENTRIES = 20_000_000  # of a table of next states
-MAX_WORK = 20_000_000  # states that the subset construction goes through
+MAX_ENTRIES = 4_000_000  # of a table of next states
+MAX_WORK = 10_000_000  # states that closures and the subset construction go through, a few seconds
 FAR = 1 << 40  # distance of a state from which nothing matches
 NO_WORD = "[^\\w'’-]"  # a character that delimits words
 TOO_LARGE = "is too large a pattern; use smaller numbers of repetitions, or fewer constraints"
@@ -161,7 +163,8 @@ def build_constraint(
             `options.limit` characters matches.
     """
     known = tokenizer.characters.replace(tokenizer.eos_token, "", 1)
-    line_end = "\r\n" if tokenizer.has_crlf else "\n" if "\n" in known else "\r"
+    only_cr = "\r" in known and "\n" not in known
+    line_end = "\r\n" if tokenizer.has_crlf else "\r" if only_cr else "\n"
     named = expressions(options, line_end)
     if not named:
         return None
@@ -214,8 +217,12 @@ def parse(name: str, pattern: str) -> Any:
         ConfigError: it is invalid; the message names the setting.
     """
     try:
-        return _parser.parse(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
+        with warnings.catch_warnings():  # of what Python may read otherwise one day
+            warnings.simplefilter("ignore")
+            return _parser.parse(pattern)
+    except (OverflowError, RecursionError):
+        raise ConfigError(f"--{name} {TOO_LARGE}") from None
+    except re.error as error:
         shown = display_text(pattern[:80])
         raise ConfigError(f"--{name} {shown!r} is no regular expression: {error}") from None
 
@@ -316,15 +323,18 @@ class _Nfa:
 
     def closures(self) -> list[int]:
         """Return the states that each one reaches without reading, as bits of an integer."""
-        found = []
+        found, work = [], 0
         for state in range(len(self.empty)):
             reached, stack = 1 << state, [state]
             while stack:
                 for following in self.empty[stack.pop()]:
+                    work += 1
                     if not reached >> following & 1:
                         reached |= 1 << following
                         stack.append(following)
             found.append(reached)
+            if work > MAX_WORK:
+                raise ConfigError(f"--{self.name} {TOO_LARGE}")
         return found
 
 
@@ -335,28 +345,29 @@ def compile_tree(name: str, tree: Any, alphabet: str) -> Automaton:
         ConfigError: it is not regular, or too large; the message names the setting.
     """
     nodes = list(tree)
-    while nodes and str(nodes[0][1]) in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
-        nodes.pop(0)
-    while nodes and str(nodes[-1][1]) in ("AT_END", "AT_END_STRING"):
-        nodes.pop()
+    for place, anchors in ((0, "AT_BEGINNING AT_BEGINNING_STRING"), (-1, "AT_END AT_END_STRING")):
+        while nodes and nodes[place][0] == _parser.AT and str(nodes[place][1]) in anchors.split():
+            nodes.pop(place)
     nfa = _Nfa(name, alphabet)
-    last = nfa.append(nodes, tree.state.flags, nfa.new_state())
+    try:
+        last = nfa.append(nodes, tree.state.flags, nfa.new_state())
+    except RecursionError:
+        raise ConfigError(f"--{name} {TOO_LARGE}") from None
     members = np.array([*nfa.sets.values(), np.zeros(len(alphabet), np.bool_)])
     columns, classes = np.unique(members, axis=1, return_inverse=True)
-    reading = {  # by class, the states with an edge that reads it
-        number: sum(
-            1 << state
-            for state, key in enumerate(nfa.reads)
-            if key is not None and column[list(nfa.sets).index(key)]
-        )
-        for number, column in enumerate(columns.T)
-    }
+    readers = dict.fromkeys(nfa.sets, 0)  # states with an edge that reads a set
+    for state, key in enumerate(nfa.reads):
+        if key is not None:
+            readers[key] |= 1 << state
+    reading = [  # by class, the states with an edge that reads it
+        reduce(int.__or__, itertools.compress(readers.values(), column), 0) for column in columns.T
+    ]
     closures, work = nfa.closures(), 0
     numbers, rows = {closures[0]: 0}, []
     queue = deque([closures[0]])
     while queue:
         states, row = queue.popleft(), []
-        for can_read in reading.values():
+        for can_read in reading:
             following, left = 0, states & can_read
             while left:
                 state = left.bit_length() - 1
@@ -429,27 +440,24 @@ def _over_tokens(automaton: Automaton, tokenizer: CharTokenizer, alphabet: str) 
             for token in tokens:
                 classes[token] = byte_class.setdefault(token, n_classes + 1 + len(byte_class))
             spelled.append((its_class, [byte_class[token] for token in tokens]))
-    next_state = np.pad(
-        automaton.next_state, ((0, 0), (0, 1 + len(byte_class))), constant_values=-1
-    ).tolist()
-    for state in range(n_states):
-        for its_class, byte_classes in spelled:
-            target, current = next_state[state][its_class], state
-            if target < 0:
-                continue
-            for each in byte_classes[:-1]:
-                if next_state[current][each] < 0:
-                    next_state[current][each] = len(next_state)
-                    next_state.append([-1] * len(next_state[0]))
-                current = next_state[current][each]
-            next_state[current][byte_classes[-1]] = target
-        if len(next_state) > MAX_STATES:
-            raise ConfigError(f"what the constraints have in common {TOO_LARGE}")
+    table = np.pad(automaton.next_state, ((0, 0), (0, 1 + len(byte_class))), constant_values=-1)
+    next_state = table.tolist() if spelled else []
+    for state, (its_class, byte_classes) in itertools.product(range(n_states), spelled):
+        target, current = next_state[state][its_class], state
+        if target < 0:
+            continue
+        for each in byte_classes[:-1]:
+            if next_state[current][each] < 0:
+                next_state[current][each] = len(next_state)
+                next_state.append([-1] * len(next_state[0]))
+            current = next_state[current][each]
+        next_state[current][byte_classes[-1]] = target
+    if spelled:
+        table = np.array(next_state, np.int64)
     weights = np.ones(1 + n_classes + len(byte_class), np.int64)
     for token, its_class in byte_class.items():
         weights[its_class] = token < tokenizer.first_continuation_id
-    accepts = np.pad(automaton.accepts, (0, len(next_state) - n_states))
-    table = np.array(next_state, np.int64)
+    accepts = np.pad(automaton.accepts, (0, len(table) - n_states))
     return Constraint(
         Automaton(classes, table, accepts), weights, np.zeros(tokenizer.vocab_size, np.bool_)
     )
@@ -462,10 +470,12 @@ def _distances(automaton: Automaton, weights: Ints) -> Ints:
     """
     sources, columns = np.nonzero(automaton.next_state >= 0)
     targets = automaton.next_state[sources, columns]
-    edges = np.unique(np.stack((targets, sources, weights[columns])), axis=1).T.tolist()
+    n_states = len(automaton.accepts)
+    codes = np.unique((targets * n_states + sources) * 2 + weights[columns])
     before: dict[int, list[tuple[int, int]]] = {}
-    for target, source, weight in edges:
-        before.setdefault(target, []).append((source, weight))
+    for code in codes.tolist():
+        target, source = divmod(code // 2, n_states)
+        before.setdefault(target, []).append((source, code % 2))
     distance = [FAR] * len(automaton.accepts)
     queue = deque(np.flatnonzero(automaton.accepts).tolist())
     for state in queue:
