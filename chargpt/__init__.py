@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from chargpt.inference.evaluation import evaluate as evaluate
     from chargpt.inference.generation import sample as sample
     from chargpt.inference.generation import stream as stream
+    from chargpt.inference.infill import infill as infill
     from chargpt.inference.scoring import score as score
     from chargpt.models.gpt import GPT as GPT
     from chargpt.models.ngram import BigramLM as BigramLM
@@ -47,6 +48,7 @@ _MODULES = {
     "Trainer": "chargpt.training.trainer",
     "compare": "chargpt.analysis.compare",
     "evaluate": "chargpt.inference.evaluation",
+    "infill": "chargpt.inference.infill",
     "load_config": "chargpt.config",
     "load_run": "chargpt.store.run",
     "load_corpus": "chargpt.text.prepare",

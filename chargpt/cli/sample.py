@@ -24,10 +24,12 @@ from chargpt.analysis.memorization import (
     measure_overlap,
 )
 from chargpt.cli import console, options, runs, tables
+from chargpt.cli.infill import fill_in
 from chargpt.cli.main import catch_signals
-from chargpt.config import Config, SampleConfig, TextConfig, parse_override, unescape
+from chargpt.config import MAX_SAMPLES, Config, SampleConfig, TextConfig, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, RunError, Stopped, TextError, TooFewError
 from chargpt.inference.generation import ONE_TEXT, sample_groups, stream_run
+from chargpt.inference.infill import CANDIDATES
 from chargpt.inference.sampling import Piece
 from chargpt.inference.selection import Sample, new_sample
 from chargpt.store.run import Run
@@ -119,6 +121,18 @@ def sample(
         bool | None,
         typer.Option("--whole", help="Constraints hold for the prompt, too, as the text's start."),
     ] = None,
+    before: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Fill in text between this one; - for stdin,")
+    ] = None,
+    after: Annotated[
+        str | None, typer.Option(metavar="FILE", help="and this one. -n is the most characters.")
+    ] = None,
+    candidates: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, max=MAX_SAMPLES, help="Sampled for each text that is filled in."
+        ),
+    ] = CANDIDATES,
     interactive: Annotated[
         bool, typer.Option("--interactive", "-i", help="Continue what you type, until Ctrl-D.")
     ] = False,
@@ -160,6 +174,20 @@ def sample(
         interact(loaded, config.with_values(changes), begins=prompt is not None)
         return
     form = choose_format(format_, json_, has_overlap=overlap)
+    if before is not None or after is not None:
+        others = ("prompt", "prompt_file", "overlap", "new", "distinct", "best", "stop")
+        given = {f"--{name.replace('_', '-')}": ctx.params[name] for name in others}
+        fill_in(
+            loaded,
+            config,
+            before,
+            after,
+            given,
+            encoding=encoding,
+            candidates=candidates,
+            form=form,
+        )
+        return
     if is_random := config.sample.seed is None:  # chosen here, so that it can be printed
         config = config.with_values({"sample.seed": secrets.randbits(32)})
     settings = config.sample

@@ -126,7 +126,7 @@ def sample(
     """
     given = locals()  # before there are others
     run = as_run(run)
-    chosen = _with_changes(run, options, given)
+    chosen = with_changes(run, options, given)
     samples: list[Sample] = []
     try:
         for group in sample_groups(run, chosen, unknown, on_progress, is_stopped):
@@ -212,11 +212,11 @@ def stream(
     """
     given = locals()
     run = as_run(run)
-    chosen = _with_changes(run, options, {**given, **ONE_TEXT})
+    chosen = with_changes(run, options, {**given, **ONE_TEXT})
     return (piece.text for (piece,) in stream_run(run, chosen, unknown=unknown) if piece.text)
 
 
-def _with_changes(run: Run, options: SampleConfig | None, given: Mapping[str, Any]) -> SampleConfig:
+def with_changes(run: Run, options: SampleConfig | None, given: Mapping[str, Any]) -> SampleConfig:
     """Return the options, by default the run's, with the settings among the arguments `given`."""
     if isinstance(options, str):
         raise ConfigError(f"give the prompt by name, as in sample(run, prompt={options[:20]!r})")
