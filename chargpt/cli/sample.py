@@ -9,6 +9,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -77,7 +78,12 @@ def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
 
 def sample(
     ctx: typer.Context,
-    run: options.RunOrNewest = None,
+    run: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="The run's folder, or those of several to mix. Without it: the newest run."
+        ),
+    ] = None,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Start of the text.")
     ] = None,
@@ -104,6 +110,7 @@ def sample(
         bool, typer.Option("--overlap", help="Mark verbatim matches with the training split.")
     ] = False,
     unknown: options.UnknownOption = None,
+    mix: options.Mix = None,
     mixture: options.Mixture = False,
     checkpoint: options.Checkpoint = "best",
     json_: options.Json = False,
@@ -114,9 +121,9 @@ def sample(
 
     Examples: `chargpt sample`, `chargpt sample runs/novel -p "It was" -n 300`,
     `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`,
-    `chargpt sample --interactive`.
+    `chargpt sample --interactive`, `chargpt sample runs/dickens runs/austen --mix 0.3`.
     """
-    loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture)
+    loaded = runs.load_runs(run or [], mix, checkpoint, device, mixture=mixture)
     # on a busy machine torch's threads would wait for each other in every decode step
     torch.set_num_threads(1)
     policy = unknown or loaded.config.text.unknown
@@ -150,6 +157,7 @@ def sample(
                 "run": str(loaded.folder),
                 "step": loaded.step,
                 "mixture": mixture,
+                **runs.mix_json(loaded),
             }
             if corpus and report:
                 result |= overlap_json(corpus, report, texts)
