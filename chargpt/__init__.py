@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from chargpt.models.gpt import GPT as GPT
     from chargpt.models.ngram import BigramLM as BigramLM
     from chargpt.models.ngram import NGramLM as NGramLM
+    from chargpt.store.ensemble import mix as mix
     from chargpt.store.mixture import with_mixture as with_mixture
     from chargpt.store.run import Run as Run
     from chargpt.store.run import load_run as load_run
@@ -52,6 +53,7 @@ _MODULES = {
     "load_config": "chargpt.config",
     "load_run": "chargpt.store.run",
     "load_corpus": "chargpt.text.prepare",
+    "mix": "chargpt.store.ensemble",
     "sample": "chargpt.inference.generation",
     "score": "chargpt.inference.scoring",
     "stream": "chargpt.inference.generation",

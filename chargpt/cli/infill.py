@@ -1,9 +1,8 @@
 """`chargpt sample --before FILE --after FILE`: text between two given ends."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from chargpt.cli import console, options, runs
+from chargpt.cli import console, runs
 from chargpt.config import Config, TextConfig
 from chargpt.errors import ConfigError, Stopped
 from chargpt.inference.infill import Infill, infill
@@ -16,8 +15,6 @@ def fill_in(
     config: Config,
     before: str | None,
     after: str | None,
-    given: Mapping[str, Any],
-    *,
     encoding: str | None,
     candidates: int,
     form: str,
@@ -28,12 +25,10 @@ def fill_in(
         run: whose model is sampled.
         config: its settings.
         before, after: paths of the ends; without `before` the middle begins a text.
-        given: options that do not apply, with whether they are given.
         encoding: of the files; None: that of the run's text.
         candidates: middles that are sampled.
         form: `text`, `json` or `jsonl`.
     """
-    options.reject(given, "does not apply to a text between --before and --after")
     if after is None:
         raise ConfigError(
             "--before needs --after, the text that follows; --prompt-file continues a text"

@@ -10,6 +10,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -85,7 +86,12 @@ def setting(name: str, *flags: str, metavar: str | None = None, help_: str = "")
 
 def sample(
     ctx: typer.Context,
-    run: options.RunOrNewest = None,
+    run: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="The run's folder, or those of several to mix. Without it: the newest run."
+        ),
+    ] = None,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Start of the text.")
     ] = None,
@@ -140,6 +146,7 @@ def sample(
         bool, typer.Option("--overlap", help="Mark verbatim matches with the training split.")
     ] = False,
     unknown: options.UnknownOption = None,
+    mix: options.Mix = None,
     mixture: options.Mixture = False,
     checkpoint: options.Checkpoint = "best",
     format_: Annotated[
@@ -156,9 +163,9 @@ def sample(
 
     Examples: `chargpt sample`, `chargpt sample runs/novel -p "It was" -n 300`,
     `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`,
-    `chargpt sample --interactive`.
+    `chargpt sample --interactive`, `chargpt sample runs/dickens runs/austen --mix 0.3`.
     """
-    loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture)
+    loaded = runs.load_runs(run or [], mix, checkpoint, device, mixture=mixture)
     # on a busy machine torch's threads would wait for each other in every decode step
     torch.set_num_threads(1)
     policy = unknown or loaded.config.text.unknown
@@ -177,23 +184,40 @@ def sample(
     if before is not None or after is not None:
         others = ("prompt", "prompt_file", "overlap", "new", "distinct", "best", "stop")
         given = {f"--{name.replace('_', '-')}": ctx.params[name] for name in others}
-        fill_in(
-            loaded,
-            config,
-            before,
-            after,
-            given,
-            encoding=encoding,
-            candidates=candidates,
-            form=form,
-        )
+        options.reject(given, "does not apply to a text between --before and --after")
+        fill_in(loaded, config, before, after, encoding, candidates, form)
         return
+    facts = {
+        "run": str(loaded.folder),
+        "step": loaded.step,
+        "mixture": mixture,
+        **runs.mix_json(loaded),
+    }
+    generate(loaded, config, form, facts, has_overlap=overlap)
+
+
+def generate(
+    loaded: Run, config: Config, form: Format, facts: Mapping[str, Any], *, has_overlap: bool
+) -> None:
+    """Sample texts with the settings of a config, print them, and say what is wrong with them.
+
+    Args:
+        loaded: whose model is sampled.
+        config: its settings.
+        form: how to print.
+        facts: of the run, for JSON.
+        has_overlap: whether to measure the overlap with the training split.
+
+    Raises:
+        Stopped: a signal ended the sampling; what was sampled is printed.
+        TooFewError: some samples are missing; the others are printed.
+    """
     if is_random := config.sample.seed is None:  # chosen here, so that it can be printed
         config = config.with_values({"sample.seed": secrets.randbits(32)})
     settings = config.sample
     caught: list[int] = []  # signals that ended the sampling
     too_few: list[TooFewError] = []
-    if settings.num_samples == 1 and form == "text" and not overlap and not settings.new:
+    if settings.num_samples == 1 and form == "text" and not has_overlap and not settings.new:
         texts = [print_stream(loaded, config)]
     elif form == "jsonl":
         corpus = text_for_copies(loaded)
@@ -201,11 +225,10 @@ def sample(
             loaded, config, caught, too_few, lambda group: print_lines(group, settings, corpus)
         )
     else:
-        corpus = loaded.corpus() if overlap else None  # an error before the work
+        corpus = loaded.corpus() if has_overlap else None  # an error before the work
         texts = sample_several(loaded, config, caught, too_few)
         report = measure(corpus, texts, caught) if corpus and texts else None
         if form == "json":
-            facts = {"run": str(loaded.folder), "step": loaded.step, "mixture": mixture}
             print_json(texts, settings, facts, corpus, report)
         else:
             print_samples(texts, report, has_lines=loaded.tokenizer.eos_token == "\n")
@@ -216,7 +239,7 @@ def sample(
     n_cut = sum(text.ended == "length" for text in texts)
     if n_cut and loaded.tokenizer.eos_token:
         console.say(
-            f"documents cut at {console.characters(settings.length)}: {n_cut:,} of "
+            f"documents cut at {console.characters(settings.limit)}: {n_cut:,} of "
             f"{len(texts):,}; a higher -n finishes them"
         )
     say_flaws(texts)

@@ -292,9 +292,7 @@ def rules_of(run: Run, options: SampleConfig, prompt: str) -> Rules:
     latest = _latest_rules.get(run.model)
     if latest is None or latest[0] != key:
         with eval_mode(run.model):
-            rules = build_rules(
-                run.model, run.tokenizer, options, key[1], lambda: [run.corpus().tokens]
-            )
+            rules = build_rules(run.model, run.tokenizer, options, key[1], run.texts)
         _latest_rules[run.model] = latest = key, rules
     return latest[1]
 
