@@ -29,8 +29,8 @@ ARGUMENTS = {
     r"--text ": "--path ",
 }
 NAMES = (  # of arguments like their options
-    "out|budget|encoding|unknown|device|from_run|path|match|only|without|word|lines|acrostic|end|"
-    "max-chars|no-copy|whole|length|stop"
+    "out|budget|encoding|unknown|device|from_run|path|prompt|length|stop|match|only|without|word|"
+    "lines|acrostic|end|max-chars|no-copy|whole|num-samples|before|after"
 )
 FUNCTIONS = "train|sample|evaluate|score|compare"
 

@@ -59,7 +59,7 @@ def matches(automaton: Automaton, text: str) -> bool:
 
 
 def automaton_of(pattern: str) -> Automaton:
-    return compile_tree("match", parse("match", pattern), ALPHABET)
+    return compile_tree("--match", parse("--match", pattern), ALPHABET)
 
 
 @given(flags, patterns, st.lists(st.text(ALPHABET, max_size=6), min_size=5, max_size=5))

@@ -103,21 +103,21 @@ class Constraint:
 
 
 def expressions(options: SampleConfig, line_end: str) -> list[tuple[str, str]]:
-    """Return the name of each constraint and its regular expression, for a text with these lines.
+    """Return the option of each constraint and its regular expression, for a text with these lines.
 
     Raises:
         ConfigError: they contradict each other.
     """
-    found = [("match", options.match)] if options.match is not None else []
+    found = [("--match", options.match)] if options.match is not None else []
     line = rf"[^{line_end}]*"
     if options.only is not None:
-        found.append(("only", rf"(?i:[\W\d_{_escaped(options.only)}])*"))
+        found.append(("--only", rf"(?i:[\W\d_{_escaped(options.only)}])*"))
     if options.without is not None:
-        found.append(("without", rf"(?i:[^{_escaped(options.without)}])*"))
+        found.append(("--without", rf"(?i:[^{_escaped(options.without)}])*"))
     for word in options.word:
         before = rf"(?:.*{NO_WORD})?" if _is_delimited(word[0]) else ".*"
         after = rf"(?:{NO_WORD}.*)?" if _is_delimited(word[-1]) else ".*"
-        found.append(("word", f"(?s:{before}(?i:{re.escape(word)}){after})"))
+        found.append(("--word", f"(?s:{before}(?i:{re.escape(word)}){after})"))
     n_lines = options.lines or len(options.acrostic)
     if len(options.acrostic) > n_lines:
         raise ConfigError(
@@ -126,13 +126,13 @@ def expressions(options: SampleConfig, line_end: str) -> list[tuple[str, str]]:
         )
     if n_lines:
         filled = rf"[^\S{line_end}]*[^\s]{line}"
-        found.append(("lines", filled + f"(?:{line_end}{filled}){{{n_lines - 1}}}"))
+        found.append(("--lines", filled + f"(?:{line_end}{filled}){{{n_lines - 1}}}"))
     if options.acrostic:
         starts = (line + line_end).join(map(re.escape, options.acrostic))
-        found.append(("acrostic", f"{starts}(?s:.*)"))
+        found.append(("--acrostic", f"{starts}(?s:.*)"))
     if options.end is not None:
         each = rf"{line}{re.escape(options.end)}[^\w{line_end}]*"
-        found.append(("end", f"{each}(?:{line_end}{each})*"))
+        found.append(("--end", f"{each}(?:{line_end}{each})*"))
     return found
 
 
@@ -189,7 +189,7 @@ def build_constraint(
             )
     constraint = _over_tokens(_begun(automaton, int(start)), tokenizer, alphabet)
     for name, pattern in named:
-        if name in ("only", "without"):
+        if name in ("--only", "--without"):
             for token, character in enumerate(tokenizer.characters):
                 constraint.excluded[token] |= re.fullmatch(pattern, character) is None
     shortest = int(constraint.distance[0])
@@ -198,16 +198,17 @@ def build_constraint(
         reason = f" with the run's vocabulary, which lacks {lacks}" if lacks else ""
         raise ConfigError(f"no text matches {_names(named)}{reason}; change or drop one")
     if shortest > options.limit:
+        option = "--max-chars" if options.max_chars else "--length"
         raise ConfigError(
             f"the shortest text that matches {_names(named)} has {shortest:,} characters, and "
-            f"--{'max-chars' if options.max_chars else 'length'} is {options.limit:,}; raise it"
+            f"{option} is {options.limit:,}; raise it"
         )
     return constraint
 
 
 def _names(named: Iterable[tuple[str, str]]) -> str:
     """Return the names of constraints for a message."""
-    return " and ".join(dict.fromkeys(f"--{name}" for name, _ in named))
+    return " and ".join(dict.fromkeys(name for name, _ in named))
 
 
 def parse(name: str, pattern: str) -> Any:
@@ -221,10 +222,10 @@ def parse(name: str, pattern: str) -> Any:
             warnings.simplefilter("ignore")
             return _parser.parse(pattern)
     except (OverflowError, RecursionError):
-        raise ConfigError(f"--{name} {TOO_LARGE}") from None
+        raise ConfigError(f"{name} {TOO_LARGE}") from None
     except re.error as error:
         shown = display_text(pattern[:80])
-        raise ConfigError(f"--{name} {shown!r} is no regular expression: {error}") from None
+        raise ConfigError(f"{name} {shown!r} is no regular expression: {error}") from None
 
 
 def _literals(tree: Any) -> set[str]:
@@ -258,7 +259,7 @@ class _Nfa:
 
     def new_state(self) -> int:
         if len(self.reads) == MAX_STATES:
-            raise ConfigError(f"--{self.name} {TOO_LARGE}")
+            raise ConfigError(f"{self.name} {TOO_LARGE}")
         self.empty.append([])
         self.reads.append(None)
         self.targets.append(-1)
@@ -294,7 +295,7 @@ class _Nfa:
             least, most, nodes = argument
             return self._repeat(least, most, nodes, flags, state)
         raise ConfigError(
-            f"--{self.name} holds what no automaton can match (look-around, a backreference, "
+            f"{self.name} holds what no automaton can match (look-around, a backreference, "
             "^, $ or \\b); leave it out: the whole text has to match"
         )
 
@@ -334,7 +335,7 @@ class _Nfa:
                         stack.append(following)
             found.append(reached)
             if work > MAX_WORK:
-                raise ConfigError(f"--{self.name} {TOO_LARGE}")
+                raise ConfigError(f"{self.name} {TOO_LARGE}")
         return found
 
 
@@ -352,7 +353,7 @@ def compile_tree(name: str, tree: Any, alphabet: str) -> Automaton:
     try:
         last = nfa.append(nodes, tree.state.flags, nfa.new_state())
     except RecursionError:
-        raise ConfigError(f"--{name} {TOO_LARGE}") from None
+        raise ConfigError(f"{name} {TOO_LARGE}") from None
     members = np.array([*nfa.sets.values(), np.zeros(len(alphabet), np.bool_)])
     columns, classes = np.unique(members, axis=1, return_inverse=True)
     readers = dict.fromkeys(nfa.sets, 0)  # states with an edge that reads a set
@@ -380,7 +381,7 @@ def compile_tree(name: str, tree: Any, alphabet: str) -> Automaton:
             row.append(numbers[following] if following else -1)
         rows.append(row)
         if len(numbers) > MAX_STATES or work > MAX_WORK:
-            raise ConfigError(f"--{name} {TOO_LARGE}")
+            raise ConfigError(f"{name} {TOO_LARGE}")
     accepts = np.array([bool(states >> last & 1) for states in numbers])
     return Automaton(classes.ravel().astype(np.int64), np.array(rows, np.int64), accepts)
 

@@ -333,7 +333,8 @@ def stream_pieces(
         logits -= np.maximum.reduce(logits, axis=-1, keepdims=True)
         own_logits = np.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
         each = np.where(is_own, np.log(np.exp(logits).sum(axis=-1)) - own_logits, 0)
-        nats = nats[-1] + np.cumsum(each, axis=0)
+        # one sum after the other: rounding does not depend on how many steps were decoded ahead
+        nats = np.cumsum(np.concatenate((nats[-1:], each)), axis=0)[1:]
         is_first = is_own & (tokens < model.first_continuation_id)
         n_characters = n_characters[-1] + np.cumsum(is_first, axis=0)
         with np.errstate(invalid="ignore"):  # NaN before the first character

@@ -105,8 +105,7 @@ def infill(
     chosen = with_changes(run, options, {**given, "prompt": before, **ALL_SAMPLES})
     if not after:
         raise ConfigError(
-            "there is nothing after the gap; give its end in --after, or sample a continuation of "
-            "the start with --prompt-file"
+            "there is no text after the gap; give it in --after, or sample a continuation"
         )
     tokenizer, policy = run.tokenizer, unknown or run.config.text.unknown
     seed = secrets.randbits(63) if chosen.seed is None else chosen.seed
