@@ -96,6 +96,10 @@ def test_tokens_of_other_vocabularies_are_the_same_if_they_spell_the_same() -> N
     ids, is_known = LATIN.ids_of_tokens(union)
     assert [union.token_text(token) for token in np.flatnonzero(is_known)] == [*"\n ABCabγ"[:-1]]
     assert {*ids[~is_known].tolist()} == {LATIN.replacement_id}
+    with_sign = CharTokenizer("\n \ufffd")  # the character by which the unknown token is shown
+    both = CharTokenizer.union([with_sign, WITH_UNKNOWN])
+    assert with_sign.ids_of_tokens(both)[1].tolist() == [True, True, False, False, True, False]
+    assert WITH_UNKNOWN.ids_of_tokens(both)[1].tolist() == [True, True, True, True, False, True]
     both = CharTokenizer.union([LATIN, WITH_UNKNOWN])
     assert both.has_unknown
     assert not CharTokenizer.union([WITH_BYTES, WITH_UNKNOWN]).has_unknown
