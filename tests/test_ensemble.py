@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Cli, run_here
+from conftest import REPOSITORY, Cli, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise import noisy_run, noisy_run_on, random_tokens
-from shared_runs import QUICK
+from shared_runs import MIXED_SETTINGS, QUICK
 
 import chargpt
 from chargpt.analysis.memorization import measure_overlap
@@ -21,10 +21,12 @@ from chargpt.inference.evaluation import evaluate
 from chargpt.inference.generation import sample, stream
 from chargpt.inference.scoring import score
 from chargpt.store.ensemble import mix
+from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run
 from chargpt.text.corpus import SPLITS
 from chargpt.text.tokenizer import CharTokenizer
 
+MIXED_WORDS = [word for key, value in MIXED_SETTINGS.items() for word in ("-s", f"{key}={value}")]
 LATIN = CharTokenizer("\n ABCab")
 GREEK = CharTokenizer("\n Cαβγ")
 WITH_BYTES = CharTokenizer("\n abγ", has_bytes=True)
@@ -94,6 +96,10 @@ def test_tokens_of_other_vocabularies_are_the_same_if_they_spell_the_same() -> N
     ids, is_known = LATIN.ids_of_tokens(union)
     assert [union.token_text(token) for token in np.flatnonzero(is_known)] == [*"\n ABCabγ"[:-1]]
     assert {*ids[~is_known].tolist()} == {LATIN.replacement_id}
+    with_sign = CharTokenizer("\n \ufffd")  # the character by which the unknown token is shown
+    both = CharTokenizer.union([with_sign, WITH_UNKNOWN])
+    assert with_sign.ids_of_tokens(both)[1].tolist() == [True, True, False, False, True, False]
+    assert WITH_UNKNOWN.ids_of_tokens(both)[1].tolist() == [True, True, True, True, False, True]
     both = CharTokenizer.union([LATIN, WITH_UNKNOWN])
     assert both.has_unknown
     assert not CharTokenizer.union([WITH_BYTES, WITH_UNKNOWN]).has_unknown
@@ -236,6 +242,13 @@ def test_runs_are_not_mixed_if_only_one_has_documents() -> None:
     assert mix([documents, documents]).tokenizer.eos_token == "\n"
 
 
+def test_a_mix_of_documents_ends_where_one_of_its_runs_ends_a_document() -> None:
+    first, second = CharTokenizer("\nab", eos_token="\n"), CharTokenizer("\nbé", eos_token="\n")
+    texts = sample(mix(noisy_runs(first, second)), num_samples=20, seed=1, length=200)
+    assert {text.ended for text in texts} == {"document"}
+    assert not any("\n" in text for text in texts)
+
+
 @pytest.mark.parametrize(
     "weights", [[0.5], [0.7, 0.4], [1.5, -0.5], [math.nan, 1.0], 0.3, [0.0, 0.0]]
 )
@@ -309,3 +322,13 @@ def test_overlap_names_the_file_of_the_run_whose_text_is_copied(
     assert Path(place.path).name == "el.txt"
     done = cli("sample", *runs, "--overlap", "--seed", 1)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_mixtures_of_mixed_runs_are_mixed(tmp_path: Path) -> None:
+    text = REPOSITORY / "data" / "lighthouse.txt"
+    run_here("train", text, *MIXED_WORDS, "--out", "run", cwd=tmp_path)
+    own, other = with_mixture(tmp_path / "run"), noisy_run(LATIN)
+    mixed = with_mixture(mix([tmp_path / "run", own], [0.4, 0.6]))
+    assert sample(mixed, seed=1, length=50) == sample(own, seed=1, length=50)
+    with pytest.raises(RunError, match="no mixture"):
+        with_mixture(mix([own, other]))
