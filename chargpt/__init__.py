@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from chargpt.inference.generation import stream as stream
     from chargpt.inference.infill import infill as infill
     from chargpt.inference.scoring import score as score
+    from chargpt.inference.suggestions import suggest as suggest
     from chargpt.models.gpt import GPT as GPT
     from chargpt.models.ngram import BigramLM as BigramLM
     from chargpt.models.ngram import NGramLM as NGramLM
@@ -57,6 +58,7 @@ _MODULES = {
     "sample": "chargpt.inference.generation",
     "score": "chargpt.inference.scoring",
     "stream": "chargpt.inference.generation",
+    "suggest": "chargpt.inference.suggestions",
     "train": "chargpt.training.api",
     "with_mixture": "chargpt.store.mixture",
 }

@@ -1,15 +1,12 @@
 """`chargpt sample`: text generated from a trained model."""
 
 import dataclasses
-import io
-import json
 import math
 import re
 import secrets
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,13 +23,13 @@ from chargpt.analysis.memorization import (
 )
 from chargpt.cli import console, options, runs, tables
 from chargpt.cli.infill import fill_in
+from chargpt.cli.interact import interact, print_stream
 from chargpt.cli.main import catch_signals
-from chargpt.config import MAX_SAMPLES, Config, SampleConfig, TextConfig, parse_override, unescape
-from chargpt.errors import ChargptError, ConfigError, RunError, Stopped, TextError, TooFewError
-from chargpt.inference.generation import ONE_TEXT, sample_groups, stream_run
+from chargpt.config import MAX_SAMPLES, Config, SampleConfig, TextConfig, unescape
+from chargpt.errors import ConfigError, RunError, Stopped, TextError, TooFewError
+from chargpt.inference.generation import ONE_TEXT, sample_groups
 from chargpt.inference.infill import CANDIDATES
-from chargpt.inference.sampling import Piece
-from chargpt.inference.selection import Sample, new_sample
+from chargpt.inference.selection import Sample
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Place
 from chargpt.text.display import display_text, whole_graphemes
@@ -40,20 +37,9 @@ from chargpt.text.documents import find_documents
 from chargpt.text.source import REPLACE_REMEDY, read_text
 from chargpt.text.tokenizer import UnknownPolicy, code_points
 
-with suppress(ImportError):
-    import readline  # noqa: F401  # input() then edits the line and remembers earlier ones
-
-HELP = (
-    "Type the start of a text and press Enter: the model continues it. An empty line continues the "
-    "last text, or begins a new document. `/temperature 0.5` changes a setting and `/temperature` "
-    "prints it, also length, top_k, top_p, min_p, seed, stop (`/stop []`: none) and unknown. "
-    "Ctrl-C ends a text, Ctrl-D or `/quit` the command."
-)
 MAX_REPEATED, MAX_REPEATED_FRACTION = 40, 1 / 3  # characters of one repetition, of a sample
 MIN_REPEATS, MAX_PERIOD = 3, 300  # of a passage, and its characters
 MAX_SEARCHED = 2_000  # characters at the end of a sample that are searched for repetition
-MAX_KEPT = 100_000  # characters at the end of a streamed text: its continuation when interactive
-CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop", "unknown")
 MAX_SHOWN = 10  # matches in the table
 MAX_PASSAGE = 80  # characters of a match in the table
 
@@ -140,7 +126,14 @@ def sample(
         ),
     ] = CANDIDATES,
     interactive: Annotated[
-        bool, typer.Option("--interactive", "-i", help="Continue what you type, until Ctrl-D.")
+        bool,
+        typer.Option(
+            "--interactive", "-i", help="Continue what you type, with suggestions, until Ctrl-D."
+        ),
+    ] = False,
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help="With --interactive: print lines only, for screen readers."),
     ] = False,
     overlap: Annotated[
         bool, typer.Option("--overlap", help="Mark verbatim matches with the training split.")
@@ -178,8 +171,9 @@ def sample(
         given |= {"--json": json_, "--format": format_, "--num-samples": (num_samples or 1) > 1}
         options.reject(given, "does not apply to --interactive, which prints one text at a time")
         changes = {f"sample.{name}": value for name, value in ONE_TEXT.items()}
-        interact(loaded, config.with_values(changes), begins=prompt is not None)
+        interact(loaded, config.with_values(changes), begins=prompt is not None, is_plain=plain)
         return
+    options.reject({"--plain": plain}, "applies only to --interactive")
     form = choose_format(format_, json_, has_overlap=overlap)
     if before is not None or after is not None:
         others = ("prompt", "prompt_file", "overlap", "new", "distinct", "best", "stop")
@@ -461,100 +455,6 @@ def sample_config(config: Config, given: Mapping[str, Any], unknown: UnknownPoli
         for name in SampleConfig.model_fields:  # name the options instead of the settings
             message = message.replace(f"sample.{name}", f"--{name.replace('_', '-')}")
         raise ConfigError(message) from None
-
-
-def interact(run: Run, config: Config, *, begins: bool) -> None:
-    """Read lines from standard input until its end; print a continuation of each.
-
-    A seed of null is a new seed for each text.
-
-    Args:
-        run: whose model continues them.
-        config: its settings.
-        begins: whether to continue the prompt of the settings first.
-    """
-    if sys.stdin is None:
-        raise TextError("standard input is closed; type or pipe the prompts")
-    console.say(HELP)
-    config = config.with_values({"sample.num_samples": 1})
-    text = config.sample.prompt
-    if begins:
-        text = print_stream(run, config, KeyboardInterrupt)
-    while True:
-        try:
-            line = input("> ")
-        except KeyboardInterrupt:
-            console.out("")
-            continue
-        except EOFError:
-            break
-        try:
-            if line.strip() == "/help":
-                console.say(HELP)
-            elif line.strip() in ("/quit", "/exit"):
-                break
-            elif re.match(r"/[\w-]+( |=|$)", line):  # and not a path
-                config = change_setting(config, line[1:])
-            else:
-                last = "" if run.tokenizer.eos_token else text
-                line = run.tokenizer.choose_form(line)
-                if config.text.unknown != "error":
-                    runs.say_unknown(run, run.tokenizer.find_unknown(line), config.text.unknown)
-                current = config.with_values({"sample.prompt": line or last})
-                text = print_stream(run, current, KeyboardInterrupt)
-        except ChargptError as error:
-            message = str(error).replace("--unknown", "/unknown")
-            console.say("chargpt: " + message.removeprefix("sample.").removeprefix("text."))
-    if sys.stdin.isatty():
-        console.out("")
-
-
-def change_setting(config: Config, written: str) -> Config:
-    """Return the config with a setting changed, written like `temperature 0.5`; print its value.
-
-    Raises:
-        ConfigError: there is no such setting, or the value is invalid.
-    """
-    name, value = [*re.split("[ =]+", written.strip(), maxsplit=1), ""][:2]
-    name = name.replace("-", "_")
-    if name not in CHANGEABLE:
-        raise ConfigError(f"there is no setting {name!r:.40}; there are {', '.join(CHANGEABLE)}")
-    section = "text" if name == "unknown" else "sample"
-    key = f"{section}.{name}"
-    if name == "stop" and value[:1] not in ("", "[", '"'):  # any text, as --stop takes it
-        config = config.with_values({key: (unescape(value),)})
-    elif value.strip():
-        config = config.with_values(dict([parse_override(f"{key}={value.strip()}")]))
-    now = getattr(getattr(config, section), name)
-    console.say(f"{name} is {json.dumps(now, ensure_ascii=False)}")
-    return config
-
-
-def print_stream(run: Run, config: Config, *ended_by: type[BaseException]) -> Sample:
-    """Print a text as it is sampled, and return it, of a long one only the end.
-
-    Args:
-        run: whose model is sampled.
-        config: instead of the run's.
-        ended_by: exceptions that end the text, not the command.
-    """
-    prompt, text, piece = config.sample.prompt, "", Piece()
-    pieces = stream_run(run, config.sample, unknown=config.text.unknown)
-    # CR and LF of one line end may be in two pieces
-    shown = io.IncrementalNewlineDecoder(None, translate=sys.stdout.isatty())
-    console.out_text(shown.decode(prompt))
-    try:
-        with suppress(*ended_by):
-            for (piece,) in pieces:
-                console.out_text(shown.decode(piece.text))
-                text += piece.text
-                if len(text) > 2 * MAX_KEPT:
-                    prompt, text = "", text[-MAX_KEPT:]
-    except (KeyboardInterrupt, Stopped):  # what is written stays, as a line
-        console.out("")
-        raise
-    console.out_text(shown.decode("", final=True), "\n")
-    return new_sample(prompt, text, piece.ended, piece.surprisal)
 
 
 def measure(corpus: Corpus, texts: list[Sample], caught: list[int]) -> OverlapReport | None:
