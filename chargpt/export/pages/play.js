@@ -11,7 +11,8 @@ let spans = [], owners = [];  // graphemes as {node, from, to}; the one of each 
 let at = null, isPinned = false;  // the chosen token, null for the next one; whether the pointer chooses no other
 let next = [], attention = null;  // predictions of the next token; attention weights of the chosen one
 let request = 0, isWriting = false, isPreview = false, began = 0, timer = 0, session = newSeed();
-let suggestion = 0, suggested = [], excluded = [];  // the last request for suggestions, those shown, and before
+let suggestion = 0, suggestedFor = 0;  // requests for suggestions: the last one, and that of those shown
+let suggested = [], excluded = [];  // those shown, and those before them
 const earlier = [];  // texts before the suggestions and continuations that were added
 let written = "", writtenFrom = 0;  // the text that the model last put into the field, and its first new token
 
@@ -130,7 +131,7 @@ function read(given, length, { isPreview: preview = false, seed = 0 } = {}) {
   records.length = Math.min(records.length, common);
   for (const record of records) if (record?.isPreview) record.isSampled = false;  // it was typed since
   next = [];
-  suggestion++;  // those of another text are not wanted
+  staleSuggestions();
   isPreview = preview;
   draw(common);
   spans.forEach(shade);
@@ -193,7 +194,7 @@ function say(words) {
 
 worker.onmessage = ({ data }) => {
   if (data.suggest) {
-    if (data.suggest === suggestion) showSuggestions(data.found);
+    if (data.suggest === suggestion) showSuggestions(data);
     return;
   }
   if (data.attention !== undefined) { showAttention(data); return; }
@@ -250,9 +251,14 @@ function askSuggestions(without = []) {
   worker.postMessage({ suggest: ++suggestion, tokens: promptTokens(), excluded, count: N_SUGGESTIONS });
 }
 
-function showSuggestions(found) {
+function staleSuggestions() {  // those of another text are not wanted
+  suggestion++;
+  for (const button of element("suggestions").children) button.disabled = button !== document.activeElement;
+}
+
+function showSuggestions({ suggest, found }) {
   const hadFocus = element("suggestions").contains(document.activeElement);
-  suggested = found;
+  [suggested, suggestedFor] = [found, suggest];
   const buttons = found.map(({ tokens: of, prob }) => {
     const button = document.createElement("button"), words = textOf(of);
     button.type = "button";
@@ -260,7 +266,7 @@ function showSuggestions(found) {
     const shown = [...words].map((each) => each === " " ? each : displayChar(each)).join("").trim();
     const isRest = /[\p{L}\p{N}]$/u.test(prompt.value) && /^[\p{L}\p{N}]/u.test(words);  // of a word
     button.append(isolated((isRest ? "\u2026" : "") + shown), prob < 0.001 ? " under 0.1%" : ` ${(100 * prob).toFixed(1)}%`);
-    button.addEventListener("click", () => replaceText(prompt.value + words));
+    button.addEventListener("click", () => suggestedFor === suggestion && replaceText(prompt.value + words));
     return button;
   });
   element("suggestions").replaceChildren(...buttons);
@@ -421,6 +427,7 @@ function showTemperature() {
 }
 form.addEventListener("input", (event) => {
   const isText = event.target === prompt;
+  if (isText) staleSuggestions();
   if (isText && isWriting) {
     request++;  // what the model still writes is not wanted
     setWriting(false);

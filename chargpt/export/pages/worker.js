@@ -253,7 +253,7 @@ function kindOf(token) {  // 2: a word of its own, 1: part of a word, 0: neither
 
 function* search({ tokens: prompt, excluded, count }) {  // yields between forward passes; returns {tokens, prob}
   for (let i = rewind(prompt); i < prompt.length; i++) yield feed(prompt[i], false);
-  if (K - length < TOKENS_AHEAD && K > 2 * TOKENS_AHEAD) {  // read half a block anew, to make room
+  if (K - length < Math.min(TOKENS_AHEAD, Math.floor(K / 2))) {  // read half a block anew, to make room
     const half = prompt.slice(-Math.floor(K / 2)), whole = half.findIndex((token) => token < pageData.first_continuation_id);
     [length, tokens, state] = [0, [], 0];
     for (const token of half.slice(Math.max(0, whole))) yield feed(token, false);
