@@ -391,25 +391,25 @@ class SampleConfig(Settings):
     stop: tuple[str, ...] = ()
     """End a text before any of these."""
     match: str | None = None
-    """Regular expression (as of Python's `re`, without look-around and backreferences) that the
-    whole text matches; null: none."""
+    """Regular expression that the whole text matches, as of Python's `re`, without look-around and
+    backreferences; null: none."""
     only: str | None = Field(None, min_length=1)
     """The only letters that are sampled, in either case; null: all."""
     without: str | None = Field(None, min_length=1)
     """Characters that are not sampled, in either case; null: none."""
     word: tuple[str, ...] = ()
-    """Words that the text contains, in either case."""
+    """Words that the text contains, in either case; may be repeated."""
     lines: int | None = Field(None, ge=1)
     """Number of lines, none of them blank; null: any."""
     acrostic: tuple[str, ...] = ()
-    """Beginnings of the lines, one after another; of a single one, each character."""
+    """Beginnings of the lines: the characters of a text, or one text a line if repeated."""
     end: str | None = Field(None, min_length=1)
     """What each line ends with, in either case, but for punctuation; null: anything."""
     max_chars: int | None = Field(None, ge=1)
-    """Instead of `length`: sample at most so many characters, and end a text that is not over by
-    then after its last whole sentence, or else line; null: `length` counts."""
+    """At most so many characters, in place of the length; a text that is not over by then ends
+    after its last whole sentence, or else line; null: the length counts."""
     no_copy: int | None = Field(None, ge=1)
-    """Sample no stretch of more than so many characters of the run's text; null: any."""
+    """Longest stretch of the run's text that may be copied, in characters; null: any."""
     whole: bool = False
     """Apply `match` and the other constraints to the prompt, too, as the start of the text."""
 

@@ -114,15 +114,15 @@ def sample(
         typer.Option("--whole", help="Constraints hold for the prompt, too, as the text's start."),
     ] = None,
     before: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Fill in text between this one; - for stdin,")
+        str | None, typer.Option(metavar="FILE", help="Fill in text between this one and --after.")
     ] = None,
     after: Annotated[
-        str | None, typer.Option(metavar="FILE", help="and this one. -n is the most characters.")
+        str | None, typer.Option(metavar="FILE", help="What follows the text that is filled in.")
     ] = None,
     candidates: Annotated[
         int,
         typer.Option(
-            metavar="N", min=1, max=MAX_SAMPLES, help="Sampled for each text that is filled in."
+            metavar="N", min=1, max=MAX_SAMPLES, help="Sampled texts that --after chooses from."
         ),
     ] = CANDIDATES,
     interactive: Annotated[
