@@ -390,7 +390,7 @@ class SampleConfig(Settings):
     """null: a new seed each time."""
     stop: tuple[str, ...] = ()
     """End a text before any of these."""
-    match: str | None = None
+    match: str | None = Field(None, min_length=1)
     """Regular expression that the whole text matches, as of Python's `re`, without look-around and
     backreferences; null: none."""
     only: str | None = Field(None, min_length=1)

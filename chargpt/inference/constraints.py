@@ -276,6 +276,8 @@ class _Nfa:
             end = self.new_state()
             key = (repr((operator, argument)), flags)
             if key not in self.sets:
+                if (1 + len(self.sets)) * len(self.alphabet) > MAX_ENTRIES:
+                    raise ConfigError(f"{self.name} {TOO_LARGE}")
                 self.sets[key] = self._members((operator, argument), flags)
             self.reads[state], self.targets[state] = key, end
             # a state with such an edge gets no other one

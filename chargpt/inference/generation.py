@@ -56,6 +56,12 @@ OF_THE_RUN: Any = _OfTheRun()
 # settings without a choice among samples, and of a text that is streamed
 ALL_SAMPLES: dict[str, Any] = {"new": False, "distinct": False, "best": None}
 ONE_TEXT = {"num_samples": 1, **ALL_SAMPLES}
+UNCONSTRAINED = {
+    name: SampleConfig.model_fields[name].default
+    for name in (*CONSTRAINTS, "max_chars", "no_copy", "whole")
+}
+# of samples that show the model, whatever the run's settings ask for
+PLAIN = {**ALL_SAMPLES, **UNCONSTRAINED}
 
 
 def sample(

@@ -27,6 +27,7 @@ from chargpt.text.tokenizer import Floats, Ints
 
 MAX_OPERATIONS = 20e9  # of the products, a second or two
 MAX_BYTES = 256_000_000  # of the table
+MAX_LENGTH = 4_096  # characters that are looked ahead
 LEAST = 1e-30  # a weight above 0: what is possible stays so
 MIN_TEMPERATURE = 0.1  # of the chain: greedy sampling looks ahead, too
 
@@ -61,7 +62,7 @@ class LookAhead:
         kept = [np.zeros((n_states, vocab_size), np.float32)]  # after the last character
         row = [0]
         n_kept = MAX_BYTES // (4 * n_states * vocab_size)
-        for r in range(1, max_length + 1):
+        for r in range(1, min(max_length, MAX_LENGTH) + 1):
             g = np.where(distance <= r, h[following, columns], one * ends)
             if r % 2 ** max(0, r.bit_length() - 6) == 0:
                 kept.append(np.log(np.maximum(g, LEAST)))
