@@ -390,12 +390,12 @@ class SampleConfig(Settings):
     """null: a new seed each time."""
     stop: tuple[str, ...] = ()
     """End a text before any of these."""
-    match: str | None = Field(None, min_length=1)
+    match: str | None = None
     """Regular expression that the whole text matches, as of Python's `re`, without look-around and
     backreferences; null: none."""
-    only: str | None = Field(None, min_length=1)
+    only: str | None = None
     """The only letters that are sampled, in either case; null: all."""
-    without: str | None = Field(None, min_length=1)
+    without: str | None = None
     """Characters that are not sampled, in either case; null: none."""
     word: tuple[str, ...] = ()
     """Words that the text contains, in either case; may be repeated."""
@@ -403,7 +403,7 @@ class SampleConfig(Settings):
     """Number of lines, none of them blank; null: any."""
     acrostic: tuple[str, ...] = ()
     """Beginnings of the lines: the characters of a text, or one text a line if repeated."""
-    end: str | None = Field(None, min_length=1)
+    end: str | None = None
     """What each line ends with, in either case, but for punctuation; null: anything."""
     max_chars: int | None = Field(None, ge=1)
     """At most so many characters, in place of the length; a text that is not over by then ends
@@ -418,10 +418,12 @@ class SampleConfig(Settings):
         """Characters that are sampled at most."""
         return self.max_chars or self.length
 
-    @field_validator("word", "acrostic")
+    @field_validator("match", "only", "without", "end", "word", "acrostic")
     @classmethod
-    def reject_empty_texts(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in texts:
+    def reject_empty_texts(
+        cls, texts: str | tuple[str, ...] | None
+    ) -> str | tuple[str, ...] | None:
+        if texts == "" or (isinstance(texts, tuple) and "" in texts):
             raise ValueError("a text is empty; give it a character")
         return texts
 

@@ -286,7 +286,7 @@ def test_backing_up_happens_in_the_test_above(monkeypatch: pytest.MonkeyPatch) -
 def test_where_everything_is_copied_an_error_says_so() -> None:
     tokenizer = CharTokenizer("ab")
     index = CopyIndex([tokenizer.encode("aaabbbababbaaab")], 2, 2)
-    with pytest.raises(OperationError, match="dead ends: what --no-copy forbids"):
+    with pytest.raises(OperationError, match="dead ends: too little matches that"):
         sampled(bigram("ab"), tokenizer, "a", index=index, no_copy=2, length=20)
 
 
@@ -323,7 +323,9 @@ def test_a_constraint_on_the_whole_sample_begins_with_the_prompt() -> None:
     model = noisy_model(vocab_size=LETTERS.vocab_size)
     for text, _, _ in sampled(model, prompt="The s", match="The sea[!]+", whole=True, length=9):
         assert re.fullmatch("ea!+", text)
-    with pytest.raises(ConfigError, match="the prompt matches no text that --match allows"):
+    with pytest.raises(
+        ConfigError, match="the prompt begins no text of these constraints: --match"
+    ):
         sampled(model, prompt="a", match="The sea", whole=True)
 
 
@@ -352,5 +354,5 @@ def test_what_an_automaton_may_cost_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="too large a pattern"):
         automaton_of("(a?){400}")
     monkeypatch.setattr(constraints, "MAX_STATES", 100)
-    with pytest.raises(ConfigError, match="have in common is too large"):
+    with pytest.raises(ConfigError, match=r"too large a pattern.*in common"):
         product(automaton_of("(a{12})*"), automaton_of("(a{11})*"))

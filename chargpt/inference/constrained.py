@@ -265,8 +265,8 @@ class _Sequence:
         self.n_dead_ends += 1
         if self.n_dead_ends > MAX_DEAD_ENDS or position == len(self.tokens):
             raise OperationError(
-                f"a text was given up after {self.n_dead_ends:,} dead ends: what --no-copy "
-                "forbids leaves too little that matches; raise it, or drop a constraint"
+                f"a text was given up after {self.n_dead_ends:,} dead ends: too little matches "
+                "that is no copy; drop a constraint, or raise --no-copy"
             )
         self.given_up = {at: tokens for at, tokens in self.given_up.items() if at <= position}
         self.given_up.setdefault(position, []).append(self.tokens[position])

@@ -56,7 +56,7 @@ MAX_ENTRIES = 4_000_000  # of a table of next states
 MAX_WORK = 10_000_000  # states that closures and the subset construction go through, a few seconds
 FAR = 1 << 40  # distance of a state from which nothing matches
 NO_WORD = "[^\\w'’-]"  # a character that delimits words
-TOO_LARGE = "is too large a pattern; use smaller numbers of repetitions, or fewer constraints"
+TOO_LARGE = "too large a pattern; use fewer repetitions or constraints: "
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def expressions(options: SampleConfig, line_end: str) -> list[tuple[str, str]]:
     n_lines = options.lines or len(options.acrostic)
     if len(options.acrostic) > n_lines:
         raise ConfigError(
-            f"--acrostic begins {len(options.acrostic):,} lines and --lines is {n_lines:,}; raise "
-            "it, or leave it out"
+            f"{len(options.acrostic):,} lines begin as given, and there are {n_lines:,}; raise "
+            "--lines, or leave it out"
         )
     if n_lines:
         filled = rf"[^\S{line_end}]*[^\s]{line}"
@@ -184,8 +184,8 @@ def build_constraint(
         start = automaton.next_state[start, automaton.classes[found]] if found >= 0 else -1
         if start < 0:
             raise ConfigError(
-                f"the prompt matches no text that {_names(named)} allows; change it, or leave out "
-                "--whole, which applies the constraints to the prompt, too"
+                f"the prompt begins no text of these constraints: {_names(named)}; change it, or "
+                "leave out --whole, which applies them to the prompt, too"
             )
     constraint = _over_tokens(_begun(automaton, int(start)), tokenizer, alphabet)
     for name, pattern in named:
@@ -195,20 +195,22 @@ def build_constraint(
     shortest = int(constraint.distance[0])
     if shortest >= FAR:
         lacks = ", ".join(display_char(each) for each in missing[:5] if each not in alphabet)
-        reason = f" with the run's vocabulary, which lacks {lacks}" if lacks else ""
-        raise ConfigError(f"no text matches {_names(named)}{reason}; change or drop one")
+        reason = f" (the run's vocabulary lacks {lacks})" if lacks else ""
+        raise ConfigError(
+            f"no text satisfies these constraints{reason}: {_names(named)}; change or drop one"
+        )
     if shortest > options.limit:
         option = "--max-chars" if options.max_chars else "--length"
         raise ConfigError(
-            f"the shortest text that matches {_names(named)} has {shortest:,} characters, and "
-            f"{option} is {options.limit:,}; raise it"
+            f"the shortest text of these constraints has {shortest:,} characters, and at most "
+            f"{options.limit:,} are sampled: {_names(named)}; raise {option}"
         )
     return constraint
 
 
 def _names(named: Iterable[tuple[str, str]]) -> str:
     """Return the names of constraints for a message."""
-    return " and ".join(dict.fromkeys(name for name, _ in named))
+    return ", ".join(dict.fromkeys(name for name, _ in named))
 
 
 def parse(name: str, pattern: str) -> Any:
@@ -222,10 +224,10 @@ def parse(name: str, pattern: str) -> Any:
             warnings.simplefilter("ignore")
             return _parser.parse(pattern)
     except (OverflowError, RecursionError):
-        raise ConfigError(f"{name} {TOO_LARGE}") from None
+        raise ConfigError(TOO_LARGE + name) from None
     except re.error as error:
         shown = display_text(pattern[:80])
-        raise ConfigError(f"{name} {shown!r} is no regular expression: {error}") from None
+        raise ConfigError(f"{shown!r} is no regular expression: {error}; correct {name}") from None
 
 
 def _literals(tree: Any) -> set[str]:
@@ -259,7 +261,7 @@ class _Nfa:
 
     def new_state(self) -> int:
         if len(self.reads) == MAX_STATES:
-            raise ConfigError(f"{self.name} {TOO_LARGE}")
+            raise ConfigError(TOO_LARGE + self.name)
         self.empty.append([])
         self.reads.append(None)
         self.targets.append(-1)
@@ -277,7 +279,7 @@ class _Nfa:
             key = (repr((operator, argument)), flags)
             if key not in self.sets:
                 if (1 + len(self.sets)) * len(self.alphabet) > MAX_ENTRIES:
-                    raise ConfigError(f"{self.name} {TOO_LARGE}")
+                    raise ConfigError(TOO_LARGE + self.name)
                 self.sets[key] = self._members((operator, argument), flags)
             self.reads[state], self.targets[state] = key, end
             # a state with such an edge gets no other one
@@ -297,8 +299,8 @@ class _Nfa:
             least, most, nodes = argument
             return self._repeat(least, most, nodes, flags, state)
         raise ConfigError(
-            f"{self.name} holds what no automaton can match (look-around, a backreference, "
-            "^, $ or \\b); leave it out: the whole text has to match"
+            "no automaton can match look-around, backreferences, ^, $ or \\b; the whole text has "
+            f"to match, so leave it out of {self.name}"
         )
 
     def _repeat(self, least: int, most: int, nodes: Any, flags: int, state: int) -> int:
@@ -337,7 +339,7 @@ class _Nfa:
                         stack.append(following)
             found.append(reached)
             if work > MAX_WORK:
-                raise ConfigError(f"{self.name} {TOO_LARGE}")
+                raise ConfigError(TOO_LARGE + self.name)
         return found
 
 
@@ -355,7 +357,7 @@ def compile_tree(name: str, tree: Any, alphabet: str) -> Automaton:
     try:
         last = nfa.append(nodes, tree.state.flags, nfa.new_state())
     except RecursionError:
-        raise ConfigError(f"{name} {TOO_LARGE}") from None
+        raise ConfigError(TOO_LARGE + name) from None
     members = np.array([*nfa.sets.values(), np.zeros(len(alphabet), np.bool_)])
     columns, classes = np.unique(members, axis=1, return_inverse=True)
     readers = dict.fromkeys(nfa.sets, 0)  # states with an edge that reads a set
@@ -383,7 +385,7 @@ def compile_tree(name: str, tree: Any, alphabet: str) -> Automaton:
             row.append(numbers[following] if following else -1)
         rows.append(row)
         if len(numbers) > MAX_STATES or work > MAX_WORK:
-            raise ConfigError(f"{name} {TOO_LARGE}")
+            raise ConfigError(TOO_LARGE + name)
     accepts = np.array([bool(states >> last & 1) for states in numbers])
     return Automaton(classes.ravel().astype(np.int64), np.array(rows, np.int64), accepts)
 
@@ -408,7 +410,7 @@ def product(first: Automaton, second: Automaton) -> Automaton:
         frontier = np.setdiff1d(found[found >= 0], known, assume_unique=True)
         known = np.append(known, frontier)
         if len(known) > MAX_STATES or len(known) * len(pairs) > MAX_ENTRIES:
-            raise ConfigError(f"what the constraints have in common {TOO_LARGE}")
+            raise ConfigError(TOO_LARGE + "what they have in common")
     order = np.argsort(known)
     codes = np.concatenate(rows)  # (S, C)
     next_state = order[np.searchsorted(known, codes.clip(min=0), sorter=order)]

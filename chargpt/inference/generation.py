@@ -277,7 +277,8 @@ def stream_run(
         )
     if constraints and options.stop:
         raise ConfigError(
-            "--stop ends a text wherever it is, and constraints say where one may end; drop either"
+            "a stop string ends a text wherever it is, and constraints say where one may end; drop "
+            "them, or --stop"
         )
     sampler = ConstrainedSampler(
         run.model,

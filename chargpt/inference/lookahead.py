@@ -58,12 +58,12 @@ class LookAhead:
         columns = np.arange(vocab_size)
         into = np.ascontiguousarray(chain.T, dtype=np.float32)
         h = np.repeat(automaton.accepts[:, None], vocab_size, axis=1).astype(np.float32)
-        one = np.float32(1)  # in the scale of h
+        one = 1.0  # in the scale of h
         kept = [np.zeros((n_states, vocab_size), np.float32)]  # after the last character
         row = [0]
         n_kept = MAX_BYTES // (4 * n_states * vocab_size)
         for r in range(1, min(max_length, MAX_LENGTH) + 1):
-            g = np.where(distance <= r, h[following, columns], one * ends)
+            g = np.where(distance <= r, h[following, columns], np.float32(one) * ends)
             if r % 2 ** max(0, r.bit_length() - 6) == 0:
                 kept.append(np.log(np.maximum(g, LEAST)))
             row.append(len(kept) - 1)
@@ -73,7 +73,7 @@ class LookAhead:
             h = g @ into
             scale = max(float(h.max()), LEAST)
             h /= scale
-            one = min(one / np.float32(scale), np.float32(1 / LEAST))
+            one = min(one / scale, 1 / LEAST)
         self.table, self.row = np.stack(kept), np.array(row)
 
     def log_weights(self, states: Ints, remaining: Ints) -> npt.NDArray[np.float32]:
