@@ -391,7 +391,7 @@ class SampleConfig(Settings):
     stop: tuple[str, ...] = ()
     """End a text before any of these."""
     match: str | None = None
-    """Regular expression that the whole text matches, as of Python's `re`, without look-around and
+    """Regular expression that the whole text matches, as of Python's `re`, without lookaround and
     backreferences; null: none."""
     only: str | None = None
     """The only letters that are sampled, in either case; null: all."""

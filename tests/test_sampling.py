@@ -25,6 +25,7 @@ from noise import noisy_model, noisy_run_on
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from chargpt.cli import sample as cli_sample
+from chargpt.cli.interact import print_stream
 from chargpt.config import SampleConfig
 from chargpt.errors import ConfigError, OperationError, UnknownCharacterError
 from chargpt.inference import generation, sampling
@@ -385,7 +386,7 @@ def test_the_surprisal_of_a_sample_is_what_the_model_assigns_to_what_was_sampled
     assert half.surprisal == pytest.approx(sample(run, length=1)[0].surprisal)
 
 
-def test_the_memory_of_a_sampled_character_is_that_of_its_text(make_run, capsys, monkeypatch):
+def test_the_memory_of_a_sampled_character_is_that_of_its_text(make_run, capsys):
     run = make_run(TEXT)
     peaks = []
     for length in (500, 4500):
@@ -394,9 +395,8 @@ def test_the_memory_of_a_sampled_character_is_that_of_its_text(make_run, capsys,
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] - peaks[0] < 4000 * 20  # bytes
-    monkeypatch.setattr(cli_sample, "MAX_KEPT", 100)
     values = {"sample.length": 450, "sample.prompt": "here", "sample.seed": 5}
-    kept = cli_sample.print_stream(run, run.config.with_values(values))
+    kept = print_stream(run, run.config.with_values(values), n_kept=100)
     written = capsys.readouterr().out
     assert len(written) == len("here") + 450 + 1
     assert (written[-1 - len(kept) : -1], kept.ended) == (kept, "length")
