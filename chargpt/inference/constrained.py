@@ -128,6 +128,8 @@ class ConstrainedSampler:
         self.valid = tokenizer.valid_tokens.allowed[0]  # (V,)
         self.eos_token_id = tokenizer.eos_token_id if tokenizer.eos_token else -1
         self.prompt_text = self.prompt_ids[1 if tokenizer.eos_token else 0 :].tolist()
+        if not self.prompt_ids.size:  # as in `prefill`, also where a sequence has backed up
+            self.prompt_ids = tokenizer.encode(tokenizer.bos_text).astype(np.int64)
         self.sequences = [_Sequence(number, self) for number in ids]
 
     def steps(self) -> Iterator[list[Piece]]:
