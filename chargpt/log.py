@@ -30,7 +30,7 @@ ARGUMENTS = {
 }
 NAMES = (  # of arguments like their options
     "out|budget|encoding|unknown|device|from_run|path|prompt|length|stop|match|only|without|word|"
-    "lines|acrostic|end|max-chars|no-copy|whole|num-samples|before|after"
+    "lines|acrostic|end|max-chars|no-copy|whole|num-samples|before|after|candidates"
 )
 FUNCTIONS = "train|sample|evaluate|score|compare"
 

@@ -300,6 +300,12 @@ def test_a_stream_without_copies_is_the_sample_in_pieces(tmp_path: Any) -> None:
     assert longest_copied(whole, TEXT) <= 4
 
 
+def test_a_text_that_nothing_may_continue_ends() -> None:
+    model = noisy_model(vocab_size=LETTERS.vocab_size)
+    for piece in sampled(model, without=LETTERS.characters, num_samples=5):
+        assert (piece.text, piece.ended) == ("", "match")
+
+
 def test_documents_end_by_their_token_only_where_they_match() -> None:
     model = noisy_model(vocab_size=DOCUMENTS.vocab_size)
     pieces = sampled(model, DOCUMENTS, match="[a-h]+ b[a-h]*", num_samples=50, length=12)

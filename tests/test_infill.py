@@ -114,8 +114,12 @@ def test_losses_of_what_follows_are_those_of_one_forward_pass_each() -> None:
 def test_the_end_of_a_document_is_no_part_of_a_middle(tmp_path: Path) -> None:
     text = "anna\nberta\ncarla\n" * 30
     run = noisy_run_on(tmp_path, text, **{"text.documents": "lines"})
-    for each in infill(run, "", "a", num_samples=10, seed=1, length=9):
+    found = infill(run, "", "a", num_samples=10, seed=1, length=9)
+    assert len(found) == 10
+    for each in found:
         assert "\n" not in each.middle
+    (within,) = infill(run, "ca", "la", seed=1, length=3)  # a word
+    assert within.text == "ca" + within.middle + "la"
 
 
 def test_an_empty_end_is_refused(run: Run) -> None:

@@ -194,8 +194,11 @@ class ConstrainedSampler:
     ) -> tuple[Bools, Bools]:
         """Return which tokens continue each sequence, and which others may end it, (N, V)."""
         leads = self.constraint.allowed(states, remaining)
-        ending = np.where(remaining[:, None] > 0, self.ending, self.valid)
-        ends = ending & self.constraint.automaton.accepts[states][:, None] & ~leads
+        accepts = self.constraint.automaton.accepts[states]
+        is_over = remaining == 0
+        if self.eos_token_id < 0:
+            is_over |= ~leads.any(axis=1)  # and what may end a text may be excluded
+        ends = np.where(is_over[:, None], self.valid, self.ending) & accepts[:, None] & ~leads
         for row, sequence in enumerate(sequences):
             leads[row, sequence.given_up.get(len(sequence.tokens), [])] = False
         n = self.index.n if self.index else 0

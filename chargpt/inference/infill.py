@@ -98,7 +98,7 @@ def infill(
     Raises:
         ConfigError: a setting is invalid, or `after` is empty.
         UnknownCharacterError: an end contains unknown characters and `unknown` is `error`.
-        OperationError: the model's logits are not finite.
+        OperationError: the model's logits are not finite, or all that is sampled is empty.
     """
     given = locals()
     run = as_run(run)
@@ -124,6 +124,11 @@ def infill(
         if is_stopped():
             break
     cuts = sorted({cut for middle in middles for cut in _cuts(middle, after)})
+    if not cuts:
+        raise OperationError(
+            f"each of the {len(middles):,} texts that were sampled after the start is empty; raise "
+            "--candidates, or change the start"
+        )
     encoded = tokenizer.encode(tokenizer.choose_form(after), unknown=policy)[:AFTER]
     start = tokenizer.eos_token + tokenizer.choose_form(before)
     starts = [tokenizer.encode((start or tokenizer.bos_text) + cut, unknown=policy) for cut in cuts]
@@ -140,15 +145,17 @@ def infill(
 def _cuts(middle: str, after: str) -> list[str]:
     """Return the beginnings of a middle that end no word in its midst, evenly spread, CUTS at most.
 
-    They end in no space where one follows.
+    They end in no space where one follows. If there are none, they end anywhere.
     """
+    everywhere = range(1, len(middle) + 1)
     ends = [
         n
-        for n in range(1, len(middle) + 1)
-        if not (middle[n - 1].isalnum() and (middle[n : n + 1] or after).isalnum())
+        for n in everywhere
+        if not (middle[n - 1].isalnum() and (middle[n : n + 1] or after[0]).isalnum())
         and not (middle[n - 1].isalnum() and after[0].isalnum())
         and not (middle[n - 1].isspace() and after[0].isspace())
     ]
+    ends = ends or list(everywhere)
     spread = np.linspace(0, len(ends) - 1, min(CUTS, len(ends))).round().astype(int).tolist()
     return [middle[: ends[number]] for number in spread]
 
