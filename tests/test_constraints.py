@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from noise import noisy_model, noisy_run_on
 
@@ -31,7 +31,22 @@ DOCUMENTS = CharTokenizer("\n abcdefgh", eos_token="\n")
 TEXT = "The sea, the light. It's the ship of the night!\nAnd then a bone in the dish?\n" * 9
 
 atoms = st.sampled_from(
-    [*"aA1b", r"\n", ".", r"\w", r"\W", r"\s", r"\d", "[aB]", "[^a]", "[a-b1]", "é", "漢", "(?i:a)"]
+    [
+        *"aA1b",
+        r"\n",
+        ".",
+        r"\w",
+        r"\W",
+        r"\s",
+        r"\d",
+        "[aB]",
+        "[^a]",
+        "[a-b1]",
+        "é",
+        "漢",
+        "(?i:a)",
+        "(?-i:a)",
+    ]
 )
 patterns = st.recursive(
     atoms,
@@ -62,6 +77,7 @@ def automaton_of(pattern: str) -> Automaton:
     return compile_tree("--match", parse("--match", pattern), ALPHABET)
 
 
+@example("(?i)", "(?-i:a)b", ["ab", "aB", "Ab", "AB", ""])
 @given(flags, patterns, st.lists(st.text(ALPHABET, max_size=6), min_size=5, max_size=5))
 @settings(max_examples=200)
 def test_an_automaton_matches_what_python_matches(
@@ -168,12 +184,13 @@ def bigram(characters: str, seed: int = 0) -> BigramLM:
 
 
 def accepted_by_rejection(
-    model: BigramLM, characters: str, pattern: str, first: str, length: int
+    model: BigramLM, characters: str, pattern: str, first: str, length: int, excluded: str = ""
 ) -> dict[str, float]:
     """Return the probability of each text that rejection sampling accepts, by going through all.
 
     Sequences of `length` characters are sampled without a constraint. Of each, the text is what
-    comes before the first character after which nothing matches any more.
+    comes before the first character after which nothing matches any more; it is rejected if that
+    character is excluded.
     """
     prob = model.table.weight.double().softmax(dim=1).tolist()
     sequences = ["".join(each) for each in itertools.product(characters, repeat=length)]
@@ -182,19 +199,34 @@ def accepted_by_rejection(
     found: dict[str, float] = Counter()
     for sequence in sequences:
         n = max(n for n in range(length + 1) if sequence[:n] in begins)
-        if re.fullmatch(pattern, sequence[:n]):
+        if re.fullmatch(pattern, sequence[:n]) and sequence[n : n + 1] not in [*excluded]:
             pairs = itertools.pairwise(map(characters.index, first + sequence))
             found[sequence[:n]] += math.prod(prob[v][w] for v, w in pairs)
     return {text: p / sum(found.values()) for text, p in found.items()}
 
 
-@pytest.mark.parametrize("pattern", ["a*b", "(ab|ba|c)+", "a?c?b+", "[^b]*b[^b]*", "c*|abba"])
-def test_texts_of_a_bigram_model_are_distributed_as_by_rejection_sampling(pattern: str) -> None:
-    model = bigram("abc")
-    expected = accepted_by_rejection(model, "abc", pattern, "a", 4)
+@pytest.mark.parametrize(
+    ("pattern", "excluded"),
+    [
+        ("a*b", ""),
+        ("(ab|ba|c)+", ""),
+        ("a?c?b+", ""),
+        ("[^b]*b[^b]*", ""),
+        ("c*|abba", ""),
+        ("(ab?){1,3}", "c"),
+    ],
+)
+def test_texts_of_a_bigram_model_are_distributed_as_by_rejection_sampling(
+    pattern: str, excluded: str
+) -> None:
+    model, length = bigram("abc"), 6 if excluded else 4
+    for character in excluded:  # so that few sequences are accepted
+        model.table.weight.data[:, "abc".index(character)] += 2
+    expected = accepted_by_rejection(model, "abc", pattern, "a", length, excluded)
     number = 4_000
     tokenizer = CharTokenizer("abc")
-    pieces = sampled(model, tokenizer, "a", num_samples=number, length=4, match=pattern)
+    options = {"match": pattern, "without": excluded or None, "length": length}
+    pieces = sampled(model, tokenizer, "a", num_samples=number, **options)
     counts = Counter(piece.text for piece in pieces)
     assert set(counts) <= set(expected)
     for text, p in expected.items():
@@ -298,6 +330,21 @@ def test_a_stream_without_copies_is_the_sample_in_pieces(tmp_path: Any) -> None:
     assert "The" + "".join(pieces) == whole
     assert len(pieces) > HELD_BACK  # not at its end alone
     assert longest_copied(whole, TEXT) <= 4
+
+
+def test_the_end_of_a_document_is_never_a_copy() -> None:
+    tokenizer = CharTokenizer("\nabc", eos_token="\n")
+    model = BigramLM(4, 8).eval()
+    likely = {"\n": "a", "a": "bc", "b": "\n", "c": "\n"}
+    for first, second in likely.items():
+        for token in tokenizer.encode(second):
+            model.table.weight.data[tokenizer.encode(first)[0], token] = 50.0
+    index = CopyIndex([tokenizer.encode("ab\nac\n" * 9)], 2, 4)
+    pieces = sampled(model, tokenizer, index=index, no_copy=2, num_samples=20)
+    assert {(piece.text, piece.ended) for piece in pieces} == {
+        ("ab", "document"),
+        ("ac", "document"),
+    }
 
 
 def test_a_text_that_nothing_may_continue_ends() -> None:
