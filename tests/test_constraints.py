@@ -223,11 +223,14 @@ def test_texts_of_a_bigram_model_are_distributed_as_by_rejection_sampling(
     for character in excluded:  # so that few sequences are accepted
         model.table.weight.data[:, "abc".index(character)] += 2
     expected = accepted_by_rejection(model, "abc", pattern, "a", length, excluded)
-    number = 4_000
+    seeds = range(3 if excluded else 1)
+    number = 4_000 * len(seeds)
     tokenizer = CharTokenizer("abc")
     options = {"match": pattern, "without": excluded or None, "length": length}
-    pieces = sampled(model, tokenizer, "a", num_samples=number, **options)
-    counts = Counter(piece.text for piece in pieces)
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        pieces = sampled(model, tokenizer, "a", num_samples=4_000, seed=seed, **options)
+        counts.update(piece.text for piece in pieces)
     assert set(counts) <= set(expected)
     for text, p in expected.items():
         deviation = 5 * math.sqrt(p * (1 - p) / number) + 1 / number
