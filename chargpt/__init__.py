@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from chargpt.inference.evaluation import evaluate as evaluate
     from chargpt.inference.generation import sample as sample
     from chargpt.inference.generation import stream as stream
+    from chargpt.inference.infill import infill as infill
     from chargpt.inference.scoring import score as score
     from chargpt.inference.suggestions import suggest as suggest
     from chargpt.models.gpt import GPT as GPT
     from chargpt.models.ngram import BigramLM as BigramLM
     from chargpt.models.ngram import NGramLM as NGramLM
+    from chargpt.store.ensemble import mix as mix
     from chargpt.store.mixture import with_mixture as with_mixture
     from chargpt.store.run import Run as Run
     from chargpt.store.run import load_run as load_run
@@ -48,9 +50,11 @@ _MODULES = {
     "Trainer": "chargpt.training.trainer",
     "compare": "chargpt.analysis.compare",
     "evaluate": "chargpt.inference.evaluation",
+    "infill": "chargpt.inference.infill",
     "load_config": "chargpt.config",
     "load_run": "chargpt.store.run",
     "load_corpus": "chargpt.text.prepare",
+    "mix": "chargpt.store.ensemble",
     "sample": "chargpt.inference.generation",
     "score": "chargpt.inference.scoring",
     "stream": "chargpt.inference.generation",

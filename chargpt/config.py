@@ -380,10 +380,57 @@ class SampleConfig(Settings):
     """Sample from characters with at least p times the highest probability; null: from all."""
     num_samples: int = Field(1, ge=1, le=MAX_SAMPLES)
     """Number of samples."""
+    new: bool = False
+    """Only whole documents that the run's text does not have in any split."""
+    distinct: bool = False
+    """No continuation twice."""
+    best: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    """Only the k samples of the lowest mean surprisal, lowest first; null: all."""
     seed: int | None = Field(None, ge=0, lt=2**63)
     """null: a new seed each time."""
     stop: tuple[str, ...] = ()
     """End a text before any of these."""
+    match: str | None = None
+    """Regular expression that the whole text matches, as of Python's `re`, without lookaround and
+    backreferences; null: none."""
+    only: str | None = None
+    """The only letters that are sampled, in either case; null: all."""
+    without: str | None = None
+    """Characters that are not sampled, in either case; null: none."""
+    word: tuple[str, ...] = ()
+    """Words that the text contains, in either case; may be repeated."""
+    lines: int | None = Field(None, ge=1)
+    """Number of lines, none of them blank; null: any."""
+    acrostic: tuple[str, ...] = ()
+    """Beginnings of the lines: the characters of a text, or one text a line if repeated."""
+    end: str | None = None
+    """What each line ends with, in either case, but for punctuation; null: anything."""
+    max_chars: int | None = Field(None, ge=1)
+    """At most so many characters, in place of the length; a text that is not over by then ends
+    after its last whole sentence, or else line; null: the length counts."""
+    no_copy: int | None = Field(None, ge=1)
+    """Longest stretch of the run's text that may be copied, in characters; null: any."""
+    whole: bool = False
+    """Apply `match` and the other constraints to the prompt, too, as the start of the text."""
+
+    @property
+    def limit(self) -> int:
+        """Characters that are sampled at most."""
+        return self.max_chars or self.length
+
+    @field_validator("match", "only", "without", "end", "word", "acrostic")
+    @classmethod
+    def reject_empty_texts(
+        cls, texts: str | tuple[str, ...] | None
+    ) -> str | tuple[str, ...] | None:
+        if texts == "" or (isinstance(texts, tuple) and "" in texts):
+            raise ValueError("a text is empty; give it a character")
+        return texts
+
+    @field_validator("acrostic")
+    @classmethod
+    def split_single_text(cls, acrostic: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(acrostic[0]) if len(acrostic) == 1 else acrostic
 
     @field_validator("stop")
     @classmethod
@@ -391,6 +438,15 @@ class SampleConfig(Settings):
         if "" in stop:
             raise ValueError("a stop string is empty and would stop at once; give it a character")
         return stop
+
+    @model_validator(mode="after")
+    def require_enough_samples(self) -> Self:
+        if self.best is not None and self.best > self.num_samples:
+            raise ValueError(
+                f"sample.best {self.best} is of sample.num_samples {self.num_samples}; raise "
+                "sample.num_samples, or lower sample.best"
+            )
+        return self
 
 
 class TrackConfig(Settings):

@@ -71,6 +71,10 @@ class OperationError(ChargptError):
     exit_code = 1
 
 
+class TooFewError(OperationError):
+    """Too few samples are new or distinct."""
+
+
 class UnsavedError(OperationError):
     """The checkpoint of the last step could not be written."""
 

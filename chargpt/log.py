@@ -28,7 +28,10 @@ ARGUMENTS = {
     r"--from ": "--from_run ",
     r"--text ": "--path ",
 }
-NAMES = "out|budget|encoding|unknown|device|from_run|path"  # of arguments like their options
+NAMES = (  # of arguments like their options
+    "out|budget|encoding|unknown|device|from_run|path|prompt|length|stop|match|only|without|word|"
+    "lines|acrostic|end|max-chars|no-copy|whole|num-samples|before|after|candidates"
+)
 FUNCTIONS = "train|sample|evaluate|score|compare"
 
 
@@ -88,7 +91,7 @@ def in_python(message: str) -> str:
         return "None" if word == "null" else content if is_code else repr(content)
 
     def argument(option: re.Match[str]) -> str:
-        return f"{option[1]}={value(option[2]) if option[2] else ''}"
+        return f"{option[1].replace('-', '_')}={value(option[2]) if option[2] else ''}"
 
     def settings(options: re.Match[str]) -> str:
         pairs = re.findall(rf"-s ([\w.]+)=({VALUE})", options[0])

@@ -101,7 +101,8 @@ def test_a_help_page_has_the_options_and_arguments_of_its_command() -> None:
         words += (f"{option}=x" for option in needed)
         arguments = [each.nargs for each in given]
         check_usage(parent, *words, *("x" for _ in arguments))
-        with nullcontext() if -1 in arguments else pytest.raises(ClickException, match=r"\(x x\)"):
+        is_open = -1 in arguments and name != "sample"  # whose further arguments are folders
+        with nullcontext() if is_open else pytest.raises(ClickException, match=r"\(x x\)"):
             check_usage(parent, *words, *("x" for _ in arguments), "x", "x")
         required = [each.metavar or each.name for each in given if each.required]
         for number, missing in enumerate(required):

@@ -13,7 +13,7 @@ from conftest import POSIX, REPOSITORY, Cli
 from shared_runs import QUICK, RARE
 
 from chargpt.cli.sample import say_flaws
-from chargpt.inference.generation import new_sample
+from chargpt.inference.selection import new_sample
 
 
 def test_sample_prints_the_prompt_and_its_continuation(trained: Path, cli: Cli) -> None:

@@ -124,6 +124,26 @@ def test_a_bar_leaves_nothing_and_samples_above_it_keep_their_lines(
     assert re.search(r"100%[^\n]*\r {20,}\r== gpt ==\r\n$", shown), "the bar is still there"
 
 
+def test_a_result_takes_the_place_of_the_bar_on_its_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main, other = pty.openpty()
+    termios.tcsetwinsize(other, (24, 80))
+    monkeypatch.setattr(console, "DELAY_SECONDS", 0)
+    with os.fdopen(other, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setattr(sys, "stdout", terminal)
+        bar = console.ProgressBar("sample")
+        bar.update(5, 10, lambda: "generated")
+        console.out_json({"sample": 5})
+        bar.close()
+        shown = ""
+        while '{"sample": 5}\r\n' not in shown:
+            shown += os.read(main, 65536).decode()
+    os.close(main)
+    assert re.search(r'0%[^\n]*\r {20,}\r\{"sample": 5\}\r\n', shown), "the bar is before it"
+
+
 def test_the_loading_bar_takes_the_place_of_a_notice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

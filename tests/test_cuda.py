@@ -1,17 +1,19 @@
 """Tests that need a CUDA GPU; skipped elsewhere."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from noise import noisy_model, random_tokens
+from noise import noisy_model, noisy_run_on, random_tokens
 
 from chargpt.analysis.doctor import TOLERANCE, decoding_error, gradient_error
 from chargpt.config import SampleConfig, TextConfig, load_config
 from chargpt.device import capture_graph
 from chargpt.inference import decoders
 from chargpt.inference.evaluation import evaluate_tokens
-from chargpt.inference.generation import stream_pieces
+from chargpt.inference.generation import sample, stream_pieces
+from chargpt.inference.suggestions import suggest
 from chargpt.models import StaticKVCache
 from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
@@ -166,6 +168,18 @@ def test_greedy_text_is_the_same_on_both_devices(sequences: int) -> None:
         steps = list(stream_pieces(model, tokenizer, tokenizer.encode("a"), options))
         texts.append([[piece.text for piece in pieces] for pieces in zip(*steps, strict=True)])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.usefixtures("no_cpu_decoder")
+def test_constraints_hold_on_a_gpu(tmp_path: Path) -> None:
+    text = "the sea, the light\n" * 30
+    run = noisy_run_on(tmp_path, text)
+    run.model.to(CUDA)
+    options = {"match": "[a-z ]+sea", "no_copy": 6, "num_samples": 8, "length": 30, "seed": 1}
+    for each in sample(run, temperature=1.0, **options):
+        assert re.fullmatch("[a-z ]+sea", each)
+        assert not any(each[i : i + 7] in text for i in range(len(each) - 6))
+    assert len(suggest(run, "the ", 5)) == 5
 
 
 @pytest.mark.usefixtures("no_cpu_decoder")

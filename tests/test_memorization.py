@@ -18,14 +18,17 @@ from chargpt.analysis.memorization import (
     OverlapReport,
     VerbatimMatch,
     find_overlap,
+    longest_copied,
     longest_match,
     measure_overlap,
 )
 from chargpt.cli.sample import measure, overlap_json, print_new, print_overlap
 from chargpt.config import TextConfig
-from chargpt.inference.generation import Sample, new_sample
+from chargpt.inference.selection import Sample, new_sample
 from chargpt.text.corpus import Corpus, Place
+from chargpt.text.documents import find_documents
 from chargpt.text.prepare import load_corpus
+from chargpt.text.tokenizer import CharTokenizer
 
 
 def tokens(text: str) -> np.ndarray:
@@ -91,6 +94,26 @@ def test_the_result_equals_a_brute_force_search(text: str, sample: str, dtype: t
     assert {i for start, end in found.spans for i in range(start, end)} == covered
 
 
+@given(
+    st.text("abé漢\N{PILE OF POO}", max_size=300),
+    st.lists(st.text("abé漢\N{PILE OF POO}", max_size=60), max_size=4),
+    st.integers(0, 40),
+    st.sampled_from(["ab", "abé漢"]),
+)
+def test_the_longest_copied_part_equals_a_brute_force_search(
+    text: str, samples: list[str], n_planted: int, known: str
+) -> None:
+    samples.append(f"ab{text[3 : 3 + n_planted]}ba")
+    tokenizer = CharTokenizer(known, has_bytes=True)
+    found = longest_copied(
+        tokenizer.encode(text), [*map(tokenizer.encode, samples)], tokenizer.first_continuation_id
+    )
+    parts = {text[i:j] for i in range(len(text)) for j in range(i, min(i + 70, len(text) + 1))}
+    for sample, length in zip(samples, found, strict=True):
+        own = (sample[i:j] for i in range(len(sample)) for j in range(i, len(sample) + 1))
+        assert length == max((len(part) for part in own if part in parts), default=0)
+
+
 def test_few_positions_of_a_frequent_ngram_are_stored(training: str) -> None:
     text, sample = tokens(" " * 50_000 + training + " " * 90), [tokens(" " * 90 + training[:300])]
     asked = []
@@ -115,11 +138,11 @@ def test_of_a_long_training_split_little_is_hashed_and_short_ngrams_are_left_out
     corpus = load_corpus(TextConfig(), text="".join(sorted(training)) + training[:900] * 2)
     text = new_sample("", training[:200], "length")
     exact = measured(corpus, [text])
-    hashed, prefix_sums = [], module._prefix_sums
+    hashed, prefix_sums = [], module.prefix_sums
     for name in ("chargpt.cli.sample", "chargpt.analysis.memorization"):
         monkeypatch.setattr(f"{name}.MAX_SCANNED", 1000)
     monkeypatch.setattr(
-        module, "_prefix_sums", lambda *args: hashed.append(len(args[0])) or prefix_sums(*args)
+        module, "prefix_sums", lambda *args: hashed.append(len(args[0])) or prefix_sums(*args)
     )
     found = measured(corpus, [text])
     assert sum(hashed[1:]) < 2500 < len(training) / 4  # the first: of the samples
@@ -189,14 +212,14 @@ def test_the_command_marks_matches_and_counts_whole_lines_with_what_the_prompt_h
 
 
 def test_items_of_a_list_are_found_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", 7)
+    monkeypatch.setattr("chargpt.text.documents.CHUNK", 7)
     corpus = load_corpus(TextConfig(), text="anna\nbert\ncarla\ndora\n" * 3)
     wanted = {"bert", "anna", "carl", "dora", "ann"}
-    assert module.find_documents(corpus, wanted, "\n")[0] == {"bert", "anna", "dora"}
+    assert find_documents(corpus, wanted, "\n")[0] == {"bert", "anna", "dora"}
     spelled = load_corpus(TextConfig(min_count=15), text="a\N{PILE OF POO}b\nab\n" * 10)
     for size in range(1, 12):  # also where a chunk would end within a character
-        monkeypatch.setattr("chargpt.analysis.memorization.CHUNK", size)
-        assert module.find_documents(spelled, {"a\N{PILE OF POO}b"}, "\n")[0]
+        monkeypatch.setattr("chargpt.text.documents.CHUNK", size)
+        assert find_documents(spelled, {"a\N{PILE OF POO}b"}, "\n")[0]
 
 
 def test_documents_of_the_validation_split_are_neither_new_nor_copied(
@@ -206,7 +229,7 @@ def test_documents_of_the_validation_split_are_neither_new_nor_copied(
     corpus = load_corpus(TextConfig(documents="lines"), text="\n".join(names))
     decode = corpus.tokenizer.decode
     training, held_out = (set(decode(corpus.split(s)).split()) for s in ("train", "val"))
-    copied, known = module.find_documents(corpus, {*names, "xyz"}, "\n")
+    copied, known = find_documents(corpus, {*names, "xyz"}, "\n")
     assert (copied, known) == (training, training | held_out)
     wanted = [*sorted(training)[:2], *sorted(held_out)[:3], "xyz"]
     print_new("documents", {"sampled": wanted}, copied, known)

@@ -15,7 +15,7 @@ import torch
 from conftest import WIDTHS, Cli
 from noise import fill_with_noise
 
-from chargpt import sample
+from chargpt import sample, suggest
 from chargpt.cli import export as export_commands
 from chargpt.config import Config
 from chargpt.errors import OperationError
@@ -466,3 +466,68 @@ def test_the_command_writes_the_page_into_the_run_and_opens_it(
     assert opened == [(tmp_path / "mine" / "play.html").as_uri()]
     assert "no browser opened" in done.stderr
     assert cli("verify", "mine").returncode == 0
+
+
+def suggestions(page: Player) -> list[tuple[str, float]]:
+    """Return the suggested texts with their probabilities, once there are some for this text."""
+    page.page.wait_for_function("() => suggestedFor === suggestion")
+    found = page.page.evaluate("() => suggested.map((each) => [textOf(each.tokens), each.prob])")
+    return [(text, prob) for text, prob in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("latin", "the li"),
+        ("russian", "дом "),
+        ("emoji", "字a的 "),
+        ("bytes", "aж "),
+        ("latin", ""),
+    ],
+)
+def test_suggestions_are_those_of_the_library(player: Open, kind: str, text: str) -> None:
+    page = player(kind, block_size=64)
+    page.set(prompt=text)
+    found = suggestions(page)
+    expected = suggest(page.run, text, 5, words=2)
+    assert [each for each, _ in found] == [each for each, _ in expected]
+    assert [prob for _, prob in found] == pytest.approx([prob for _, prob in expected], rel=1e-4)
+
+
+def test_a_suggestion_is_appended_by_a_click_or_key_and_undone(player: Open) -> None:
+    page = player(block_size=32)
+    page.set(prompt="the light")
+    first = suggestions(page)
+    page.find("#suggestions button").nth(1).click()
+    text = "the light" + first[1][0]
+    assert page.find("#prompt").input_value() == text
+    second = suggestions(page)
+    page.find("#others").click()
+    others = suggestions(page)
+    assert len(others) == 5
+    assert not {each for each, _ in second} & {each for each, _ in others}
+    page.find("#suggestions button").first.focus()
+    page.page.keyboard.press("Enter")
+    text += others[0][0]
+    assert page.find("#prompt").input_value() == text
+    suggestions(page)  # those of the new text have the focus
+    assert page.page.evaluate("() => document.activeElement.parentElement.id") == "suggestions"
+    with page.page.expect_download() as download:
+        page.find("#save").click()
+    assert download.value.path().read_text(encoding="utf-8") == text
+    for _ in range(2):
+        page.find("#undo").click()
+    assert page.find("#prompt").input_value() == "the light"
+    assert suggestions(page) == first
+    assert page.find("#undo").is_disabled()
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 60])
+def test_suggesting_changes_nothing_that_the_model_writes(player: Open, block_size: int) -> None:
+    page = player(block_size=block_size)
+    prompt = "the light of a lamp, the light of a lamp, the light of a lamp."
+    page.set(prompt=prompt)
+    assert bool(suggestions(page)) == (block_size > 1)  # one token ahead takes a place
+    assert page.write(prompt) == greedy(page.run, prompt)
+    page.page.evaluate("() => askSuggestions()")  # and those of the new text are not disturbed
+    assert bool(suggestions(page)) == (block_size > 1)

@@ -1,5 +1,6 @@
 """Every command, setting, link and figure of the README is valid."""
 
+import itertools
 import re
 import shlex
 import shutil
@@ -47,6 +48,10 @@ def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPa
     Path("books").mkdir()
     shutil.copy("novel.txt", "books/one.txt")
     Path("prompt.txt").write_text("ORLA:")
+    Path("after.txt").write_text(" the sea.")
+    parts = ["An Be Cla Do".split(), "ra la ri mo".split(), "n na s el".split()]
+    names = "".join("".join(each) + "\n" for each in itertools.product(*parts))
+    Path("names.txt").write_text(names, encoding="utf-8")
     Path("data").mkdir()
     Path("data/tinyshakespeare.txt").write_text(text, encoding="utf-8")
     monkeypatch.setattr(data, "fetch", lambda entry, to, progress: to / f"{entry.name}.txt")
@@ -70,7 +75,7 @@ def test_every_command_of_the_readme_runs(cli: Cli, monkeypatch: pytest.MonkeyPa
             args += ["-s", "train.max_steps=6"]
         if args[1] == "play":
             args += ["--no-open"]
-        if args[1] == "sample":
+        if args[1] == "sample" and "--length" not in args:
             args += ["--length", "20"]
         if "-" in args or "--interactive" in args:
             done = run_cli(*args[1:], cwd=Path.cwd(), stdin=text if "-" in args else text[:50])

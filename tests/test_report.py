@@ -30,7 +30,7 @@ from chargpt.analysis.result import (
 )
 from chargpt.cli import report as report_command
 from chargpt.inference.evaluation import BaselineLoss, Baselines, Evaluation, evaluate_tokens
-from chargpt.inference.generation import new_sample
+from chargpt.inference.selection import new_sample
 from chargpt.models.ngram import NGRAM
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve

@@ -25,9 +25,10 @@ from noise import noisy_model, noisy_run_on
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from chargpt.cli import sample as cli_sample
+from chargpt.cli.interact import print_stream
 from chargpt.config import SampleConfig
 from chargpt.errors import ConfigError, OperationError, UnknownCharacterError
-from chargpt.inference import generation
+from chargpt.inference import generation, sampling
 from chargpt.inference.decoders import ModelDecoder, NumpyDecoder
 from chargpt.inference.evaluation import evaluate
 from chargpt.inference.generation import sample, stream, stream_pieces, stream_run
@@ -103,7 +104,7 @@ def test_a_signal_ends_the_sample_command_and_what_was_sampled_is_printed(number
         assert "these are the samples so far: 16 of 16, of which 16 are unfinished" in error
 
 
-@pytest.mark.parametrize("while_", ["sample_texts", "measure_overlap"])
+@pytest.mark.parametrize("while_", ["sample_groups", "measure_overlap"])
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_signal_before_the_overlap_is_measured_prints_the_samples(
     form, while_, trained, cli, monkeypatch
@@ -185,7 +186,7 @@ PROBS = [0.1, 0.4, 0.05, 0.3, 0.15]
 def filtered(probs=PROBS, allowed=None, **options):
     chosen = SampleConfig(**{"temperature": 1.0} | options)
     allowed = None if allowed is None else allowed[None]
-    remaining = generation.filter_probs(np.log([probs]), chosen, allowed)[0]
+    remaining = sampling.filter_probs(np.log([probs]), chosen, allowed)[0]
     return (remaining / remaining.sum()).tolist()
 
 
@@ -246,7 +247,7 @@ def test_the_unknown_token_is_never_sampled():
 def test_sampling_inverts_the_cumulative_distribution(weights, uniform):
     if not any(weights):
         return
-    token = int(generation.sample_tokens(np.array([weights]), np.array([uniform]))[0])
+    token = int(sampling.sample_tokens(np.array([weights]), np.array([uniform]))[0])
     assert weights[token] > 0
     total = math.fsum(weights)
     below, upto = math.fsum(weights[:token]), math.fsum(weights[: token + 1])
@@ -255,7 +256,7 @@ def test_sampling_inverts_the_cumulative_distribution(weights, uniform):
 
 
 def test_the_random_numbers_are_uniform_and_independent_between_streams():
-    rows = np.stack(list(itertools.islice(generation.uniforms(1, range(4)), 5000)))
+    rows = np.stack(list(itertools.islice(sampling.uniforms(1, range(4)), 5000)))
     assert rows.shape == (5000, 4)
     assert rows.min() >= 0
     assert rows.max() < 1
@@ -265,7 +266,7 @@ def test_the_random_numbers_are_uniform_and_independent_between_streams():
 
 
 def test_a_seed_gives_the_same_random_numbers_in_every_version():
-    first, second = itertools.islice(generation.uniforms(1337, [0, 1]), 2)
+    first, second = itertools.islice(sampling.uniforms(1337, [0, 1]), 2)
     assert first.tolist() == pytest.approx([0.32430768661483333, 0.2558335419272051], abs=1e-15)
     assert second.tolist() == pytest.approx([0.9429179866882604, 0.18302434176703442], abs=1e-15)
 
@@ -273,7 +274,7 @@ def test_a_seed_gives_the_same_random_numbers_in_every_version():
 def pieces_of(text, eos_token="", **options):
     """Return the pieces of a stream that samples a text, and how it has ended."""
     tokenizer = CharTokenizer("".join(sorted({*text, *eos_token})), eos_token=eos_token)
-    stream = generation._SampledText(tokenizer, SampleConfig(**options))
+    stream = sampling.SampledText(tokenizer, SampleConfig(**options))
     return [stream.push(int(token)) for token in tokenizer.encode(text)], stream.ended
 
 
@@ -385,7 +386,7 @@ def test_the_surprisal_of_a_sample_is_what_the_model_assigns_to_what_was_sampled
     assert half.surprisal == pytest.approx(sample(run, length=1)[0].surprisal)
 
 
-def test_the_memory_of_a_sampled_character_is_that_of_its_text(make_run, capsys, monkeypatch):
+def test_the_memory_of_a_sampled_character_is_that_of_its_text(make_run, capsys):
     run = make_run(TEXT)
     peaks = []
     for length in (500, 4500):
@@ -394,9 +395,8 @@ def test_the_memory_of_a_sampled_character_is_that_of_its_text(make_run, capsys,
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] - peaks[0] < 4000 * 20  # bytes
-    monkeypatch.setattr(cli_sample, "MAX_KEPT", 100)
     values = {"sample.length": 450, "sample.prompt": "here", "sample.seed": 5}
-    kept = cli_sample.print_stream(run, run.config.with_values(values))
+    kept = print_stream(run, run.config.with_values(values), n_kept=100)
     written = capsys.readouterr().out
     assert len(written) == len("here") + 450 + 1
     assert (written[-1 - len(kept) : -1], kept.ended) == (kept, "length")
@@ -416,7 +416,7 @@ def test_sampling_is_without_dropout_and_restores_mode_and_blas_between_steps(
 
     real = ModelDecoder.step
     monkeypatch.setattr(ModelDecoder, "step", step)
-    monkeypatch.setattr(generation, "SLICE_SECONDS", 0)
+    monkeypatch.setattr(sampling, "SLICE_SECONDS", 0)
     model = noisy_model(dropout=0.5, attention="average").train(training)
     expected = continuations(noisy_model(attention="average"), "a")
     options = SampleConfig(length=40, seed=5, temperature=1)

@@ -25,7 +25,7 @@ from chargpt.inference.evaluation import (
     OnProgress,
     evaluate_tokens,
 )
-from chargpt.inference.generation import sample
+from chargpt.inference.generation import PLAIN, sample
 from chargpt.log import logger
 from chargpt.models.ngram import NGRAM
 from chargpt.store.folder import RunFolder, has_checkpoint, is_run
@@ -63,7 +63,7 @@ PLUS_MINUS_OF_SEEDS = (
 # 97.5% quantiles of Student's t, by degrees of freedom from 1 on (Gosset 1908)
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 SPLIT_WORDS = {"val": "validation", "test": "test"}
-SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1}
+SAMPLE = {"length": 300, "temperature": 0.8, "seed": 1337, "num_samples": 1, **PLAIN}
 
 ScoredSplit = Literal["val", "test"]
 RunSession = Callable[[str, Session], None]

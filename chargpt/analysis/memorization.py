@@ -20,8 +20,17 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
+from chargpt.inference.copying import (
+    BASE,
+    CHUNK,
+    Hashes,
+    base_powers,
+    ngram_hashes,
+    prefix_sums,
+)
 from chargpt.inference.evaluation import OnProgress
 from chargpt.text.corpus import Corpus, document_ends
+from chargpt.text.documents import find_documents
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 NGRAM_LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -31,13 +40,10 @@ MIN_MATCH = 20  # characters of a match that counts; shorter ones are common phr
 MIN_VISIBLE = 10  # of them that are not blank: indented code is full of blanks
 MIN_NGRAMS = 30  # behind a fraction; those of fewer vary too much
 MAX_SCANNED = 30_000_000  # tokens of a training split whose n-grams below MIN_MATCH are counted too
-CHUNK = 2**20  # tokens of the training split
 TABLE_BITS = 20  # of a hash, by which most n-grams of the training split are skipped
 MAX_POSITIONS = 32  # stored for one n-gram; a run of spaces may occur a million times
 SEPARATOR = 0x5851F42D4C957F2D  # no token id; random bits, for the hashes
-BASE = 0x9E3779B97F4A7C15  # any odd number has an inverse modulo 2^64
 
-Hashes = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.int64]
 
 
@@ -127,41 +133,6 @@ def longest_match(overlaps: Sequence[Overlap]) -> int:
     return max((each.longest.length for each in overlaps if each.longest), default=0)
 
 
-def find_documents(
-    corpus: Corpus, wanted: Collection[str], separator: str
-) -> tuple[set[str], set[str]]:
-    """Return which of the wanted texts are documents of the training split, and of the whole text.
-
-    They are matched whole, since most documents are shorter than a verbatim match.
-
-    Args:
-        separator: what ends each document, one token.
-    """
-    tokens, vocab_size = corpus.tokens, corpus.tokenizer.vocab_size
-    encoded = {text: corpus.tokenizer.encode(text + separator, "replace") for text in wanted}
-    by_content = {each.astype(tokens.dtype).tobytes(): text for text, each in encoded.items()}
-    keys = np.array([len(each) * vocab_size + int(each[0]) for each in encoded.values()])
-    training_start = len(corpus.split("mixture"))
-    training_end = training_start + len(corpus.split("train"))
-    copied, known = set(), set()
-    for first in range(0, len(tokens) if encoded else 0, CHUNK):
-        # with the separator before the chunk, and the documents that begin in it
-        start = max(0, first - 1)
-        chunk = np.asarray(tokens[start : first + CHUNK + keys.max() // vocab_size])
-        ends = document_ends(chunk, corpus.tokenizer.encode(separator, "replace").item())
-        ends = ends if start else np.append(0, ends)
-        content = chunk.tobytes()
-        is_near = np.isin(np.diff(ends) * vocab_size + chunk[ends[:-1]], keys)
-        for index in np.flatnonzero(is_near).tolist():
-            begin, end = int(ends[index]), int(ends[index + 1])
-            text = by_content.get(content[begin * tokens.itemsize : end * tokens.itemsize])
-            if text is not None:
-                known.add(text)
-                if training_start <= start + begin and start + end <= training_end:
-                    copied.add(text)
-    return copied, known
-
-
 def measure_overlap(
     corpus: Corpus,
     texts: Sequence[str],
@@ -249,30 +220,14 @@ def find_overlap(
 
     Of more than MAX_SCANNED tokens, n-grams below MIN_MATCH are not counted.
     """
-    # one text, in which no n-gram with a separator is one of the training split
-    parts = [part for text in texts for part in (text, np.array([SEPARATOR]))]
-    joined = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+    joined, starts = _join(texts)
     longest = max((len(text) for text in texts), default=0)
     shortest = MIN_MATCH if len(training) > MAX_SCANNED else 1
     lengths = [n for n in NGRAM_LENGTHS if shortest <= n <= min(longest, len(training))]
-    n_powers = max(len(joined), CHUNK + max(lengths, default=0))
-    powers, inverses = _powers(BASE, n_powers), _powers(pow(BASE, -1, 2**64), n_powers)
-    sums = _prefix_sums(joined, powers)
-    tables = [_NGramTable(_hashes(sums, inverses, n, len(joined) - n), n) for n in lengths]
-    short = [table for table in tables if table.n < MIN_MATCH]
-    long, anchors = tables[len(short) :], _Anchors(joined, training.dtype)
-    for first in range(0, len(training) if lengths else 0, CHUNK):
-        chunk = np.asarray(training[first : first + CHUNK + lengths[-1] - 1])
-        for group in filter(None, (short, long)):
-            positions = np.arange(len(chunk)) if group is short else anchors.near(chunk)
-            sums = _prefix_sums(chunk[positions], powers)
-            for table in group:
-                count = max(0, len(positions) - table.n + 1)
-                table.look_up(_hashes(sums, inverses, table.n, count), positions, first)
-        on_progress(min(first + CHUNK, len(training)), len(training))
+    tables = _find_ngrams(training, joined, lengths, MAX_POSITIONS, on_progress)
     matches = _matches(np.asarray(training), joined, tables)  # views of a memory map are slow
-    overlaps, start = [], 0
-    for text in texts:
+    overlaps = []
+    for text, start in zip(texts, starts, strict=True):
         end = start + len(text)
         own = [
             replace(match, start=match.start - start)
@@ -286,8 +241,89 @@ def find_overlap(
         }
         novel = {n: 1 - float(each.mean()) for n, each in occurs.items()}
         overlaps.append(Overlap(own, novel, {n: len(each) for n, each in occurs.items()}))
-        start = end + 1
     return overlaps
+
+
+def longest_copied(
+    training: Tokens, texts: Sequence[Tokens], first_continuation_id: int
+) -> list[int]:
+    """Return for each text the length of its longest part that the training tokens (N,) have.
+
+    In whole characters, exact for all lengths, up to equal hashes of different n-grams. Since a
+    part that occurs has shorter ones that do, the length is found by bisection, for all texts
+    together: the training tokens are scanned about log2 M times.
+
+    Args:
+        first_continuation_id: ids from this one on continue a character.
+    """
+    joined, starts = _join(texts)
+    # of the characters of each text, and its end
+    edges = [np.append(np.flatnonzero(text < first_continuation_id), len(text)) for text in texts]
+    lengths, limits = [0] * len(texts), [len(each) for each in edges]  # one that does not occur
+    while True:
+        middles = {
+            index: (length + limit) // 2
+            for index, (length, limit) in enumerate(zip(lengths, limits, strict=True))
+            if limit - length > 1
+        }
+        if not middles:
+            return lengths
+        # of as many characters, n-grams of different numbers of tokens
+        sizes = {index: edges[index][n:] - edges[index][:-n] for index, n in middles.items()}
+        different = np.unique(np.concatenate(list(sizes.values()))).tolist()
+        tables = _find_ngrams(training, joined, different, max_positions=1)
+        occurs = {table.n: table.n_stored[table.ids] > 0 for table in tables}
+        for index, n in middles.items():
+            begins = starts[index] + edges[index][:-n]
+            has_any = any(occurs[m][begins[sizes[index] == m]].any() for m in different)
+            (lengths if has_any else limits)[index] = n
+
+
+def _join(texts: Sequence[Tokens]) -> tuple[Tokens, list[int]]:
+    """Return the texts as one, with the start of each in it.
+
+    A separator follows each: no n-gram with one is in the training split.
+    """
+    parts = [part for text in texts for part in (text, np.array([SEPARATOR]))]
+    starts = np.cumsum([0, *(len(text) + 1 for text in texts)])[:-1]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts]), starts.tolist()
+
+
+def _find_ngrams(
+    training: Tokens,
+    joined: Tokens,
+    lengths: Sequence[int],
+    max_positions: int,
+    on_progress: OnProgress = lambda *_: None,
+) -> list["_NGramTable"]:
+    """Return the n-grams of these lengths, in rising order, of the joined texts, looked up.
+
+    Args:
+        max_positions: stored for one n-gram of MIN_MATCH tokens or more; of a shorter one 1.
+    """
+    n_powers = max(len(joined), CHUNK + max(lengths, default=0))
+    powers, inverses = base_powers(BASE, n_powers), base_powers(pow(BASE, -1, 2**64), n_powers)
+    sums = prefix_sums(joined, powers)
+    tables = [
+        _NGramTable(
+            ngram_hashes(sums, inverses, n, len(joined) - n),
+            n,
+            max_positions if n >= MIN_MATCH else 1,
+        )
+        for n in lengths
+    ]
+    short = [table for table in tables if table.n < MIN_MATCH]
+    long, anchors = tables[len(short) :], _Anchors(joined, training.dtype)
+    for first in range(0, len(training) if lengths else 0, CHUNK):
+        chunk = np.asarray(training[first : first + CHUNK + lengths[-1] - 1])
+        for group in filter(None, (short, long)):
+            positions = np.arange(len(chunk)) if group is short else anchors.near(chunk)
+            sums = prefix_sums(chunk[positions], powers)
+            for table in group:
+                count = max(0, len(positions) - table.n + 1)
+                table.look_up(ngram_hashes(sums, inverses, table.n, count), positions, first)
+        on_progress(min(first + CHUNK, len(training)), len(training))
+    return tables
 
 
 class _HashTable:
@@ -354,12 +390,12 @@ class _NGramTable(_HashTable):
     Args:
         hashes: of the n-grams, in the order of the text.
         n: their length.
+        max_positions: stored for one n-gram.
     """
 
-    def __init__(self, hashes: Hashes, n: int) -> None:
+    def __init__(self, hashes: Hashes, n: int, max_positions: int) -> None:
         super().__init__(hashes)
-        self.n = n
-        self.max_positions = MAX_POSITIONS if n >= MIN_MATCH else 1
+        self.n, self.max_positions = n, max_positions
         self.positions: list[tuple[Positions, Positions]] = []  # (ids, positions) of each chunk
         self.n_stored = np.zeros(len(self.hashes), dtype=np.int64)
 
@@ -430,20 +466,3 @@ def _common_length(first: Tokens, second: Tokens) -> int:
     """Return how many tokens two texts have in common from their start on."""
     count = min(len(first), len(second))
     return int(np.append(first[:count] != second[:count], True).argmax())
-
-
-def _powers(base: int, count: int) -> Hashes:
-    """Return the powers of a base modulo 2^64, from the 0th on."""
-    factors = np.full(count, base, dtype=np.uint64)
-    factors[0] = 1
-    return np.multiply.accumulate(factors)
-
-
-def _prefix_sums(tokens: Tokens, powers: Hashes) -> Hashes:
-    terms = (tokens.astype(np.uint64) + np.uint64(1)) * powers[: len(tokens)]
-    return np.concatenate((np.zeros(1, dtype=np.uint64), np.add.accumulate(terms)))
-
-
-def _hashes(sums: Hashes, inverses: Hashes, n: int, count: int) -> Hashes:
-    """Return the hashes of the first `count` n-grams of a text with these prefix sums, (M + 1,)."""
-    return (sums[n : n + count] - sums[:count]) * inverses[:count]

@@ -24,7 +24,7 @@ from chargpt.analysis.page import render
 from chargpt.analysis.result import MIXTURE_LABEL, RunScores, evaluate_run, summarize
 from chargpt.files import quoted, write_output
 from chargpt.inference.evaluation import OnProgress
-from chargpt.inference.generation import sample
+from chargpt.inference.generation import PLAIN, sample
 from chargpt.models.gpt import GPT
 from chargpt.models.gpt2 import GPT2
 from chargpt.models.ngram import NGRAM, NGRAM_ORDER
@@ -184,7 +184,8 @@ def overlap(run: Run, corpus: Corpus) -> Values:
         return {"overlap": None}
     eos_token = run.tokenizer.eos_token
     number = N_DOCUMENTS if eos_token else N_SAMPLES
-    texts = sample(run, prompt="", length=SAMPLE_LENGTH, num_samples=number, seed=SEED, stop=())
+    settings = {"length": SAMPLE_LENGTH, "num_samples": number, "prompt": "", "stop": ()}
+    texts = sample(run, seed=SEED, **{**PLAIN, **settings})
     finished = [text for text in texts if text.ended == "document"]
     found = memorization.measure_overlap(corpus, texts, finished)
     parts = []

@@ -181,6 +181,8 @@ def write_out(text: str) -> None:
     """
     if is_silent:
         return
+    if active_bar is not None and sys.stdout.isatty():  # it is shown again at its next update
+        active_bar.clear()
     try:
         print(text, end="", flush=True)
     except OSError as error:  # EPIPE, which click would make exit code 1; EINVAL on Windows

@@ -196,6 +196,11 @@ def score(
         ),
     ] = False,
     unknown: options.UnknownOption = None,
+    with_: Annotated[
+        list[Path] | None,
+        typer.Option("--with", metavar="RUN", help="Another run to mix with; may be repeated."),
+    ] = None,
+    mix: options.Mix = None,
     mixture: options.Mixture = False,
     adaptive: options.Adaptive = False,
     checkpoint: options.Checkpoint = "best",
@@ -207,9 +212,16 @@ def score(
     """Print the surprisal of a text and its lines under a run.
 
     Examples: `chargpt score runs/novel chapter.txt`,
-    `chargpt score runs/novel --per-line < chapter.txt | head`.
+    `chargpt score runs/novel --per-line < chapter.txt | head`,
+    `chargpt score runs/dickens chapter.txt --with runs/austen --mix 0.3`.
     """
-    loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture or adaptive)
+    if with_:
+        options.reject(
+            {"--adaptive": adaptive}, "lets one run learn from the text, and --with names another"
+        )
+    loaded = runs.load_runs(
+        [run, *(with_ or [])], mix, checkpoint, device, mixture=mixture or adaptive
+    )
     changes = options.given_settings(encoding=encoding, encoding_errors=encoding_errors)
     if loaded.config.text.documents in ("lines", "files"):  # the text may be a part of one
         changes |= {"text.documents": None}
@@ -235,6 +247,7 @@ def score(
             "run": str(run),
             "text": text,
             "lines": [vars(line) for line in lines],
+            **runs.mix_json(loaded),
         }
         console.out_json(result)
         return

@@ -27,7 +27,9 @@ from chargpt.cli.main import handling, hang_up
 from chargpt.config import Config, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, Stopped, TextError
 from chargpt.files import require_new, write_output
-from chargpt.inference.generation import Piece, Sample, new_sample, stream_run
+from chargpt.inference.generation import stream_run
+from chargpt.inference.sampling import Piece
+from chargpt.inference.selection import Sample, new_sample
 from chargpt.inference.suggestions import Suggestion, suggest
 from chargpt.store.run import Run
 from chargpt.text.display import display_text

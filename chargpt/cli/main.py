@@ -188,8 +188,10 @@ def check_usage(parent: Any, name: str, *words: str) -> None:
         required = [each for each in arguments if each[0] != "["]
         if missing := required[len(context.args) :]:
             context.fail(f"Missing argument {missing[0].strip('{}')!r}")
-        extra = context.args[len(arguments) :]
-        if extra and "..." not in "".join(arguments):
+        extra = context.args[len(arguments) :] if "..." not in "".join(arguments) else []
+        if name == "sample":  # several runs may be named
+            extra = [each for each in context.args[1:] if not is_path(each)]
+        if extra:
             shown = textwrap.shorten(" ".join(extra), 80, placeholder=" ...")
             remedy = extra_remedy(name, extra, words)
             context.fail(f"Got unexpected extra argument(s) ({shown}){remedy and f'; {remedy}'}")
@@ -201,6 +203,11 @@ def check_usage(parent: Any, name: str, *words: str) -> None:
         names = ", ".join(subcommands)
         group = type(parent)(parent.command, parent=parent, info_name=name)
         group.fail(f"No such command {words[0]!r}: one of {names} follows `chargpt {name}`")
+
+
+def is_path(word: str) -> bool:
+    """Return whether a word names a folder, or looks like the path of one."""
+    return os.path.isdir(word) or (os.sep in word and not os.path.isfile(word) and " " not in word)
 
 
 def reject_values(context: Any) -> None:
@@ -238,8 +245,6 @@ def extra_remedy(name: str, extra: list[str], words: Sequence[str]) -> str:
         return "-s train.max_steps=500 or --budget 10m says how long to train"
     if name == "train" and extra[0] in import_module("chargpt.config").shipped_configs():
         return f"-c {extra[0]} is a config"
-    if name == "sample" and os.path.isdir(extra[0]):
-        return "give one run"
     if name == "sample":
         flag = "--prompt-file" if is_file else "-p"
         return f"{flag} {shlex.quote(' '.join(extra))} is a prompt"

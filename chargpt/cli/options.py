@@ -93,6 +93,17 @@ UnknownOption = Annotated[
 Mixture = Annotated[
     bool, typer.Option("--mixture", help="Use the mixture of the GPT with n-gram models.")
 ]
+Mix = Annotated[
+    list[float] | None,
+    typer.Option(
+        "--mix",
+        metavar="W",
+        min=0,
+        max=1,
+        help="Weight of the second run, 0 to 1, in a mix of two; that of the first is the rest. Of "
+        "more runs, once for each after the first. All are equal by default.",
+    ),
+]
 Adaptive = Annotated[
     bool,
     typer.Option(

@@ -1,6 +1,7 @@
 """`chargpt runs` and `verify`: the runs in a folder, and whether one is intact; loading a run."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -11,8 +12,9 @@ import typer
 
 from chargpt.cli import console, options, tables
 from chargpt.cli.main import catch_signals, hang_up
-from chargpt.errors import ChargptError, RunError
+from chargpt.errors import ChargptError, ConfigError, RunError
 from chargpt.store import verify as checks
+from chargpt.store.ensemble import MAX_ERROR, MixedRun, mix
 from chargpt.store.listing import RunSummary, list_runs
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run, load_run, newest_run, open_run
@@ -136,6 +138,50 @@ def load_named_run(
     """Load a run, or the newest one, with its mixture if asked."""
     run = load_run(find_run(path), checkpoint, device or "auto")
     return load_run_mixture(run) if mixture else run
+
+
+def load_runs(
+    paths: Sequence[Path],
+    mix_weights: Sequence[float] | None,
+    checkpoint: str,
+    device: str | None,
+    *,
+    mixture: bool = False,
+) -> Run:
+    """Load a run, several as a mixed one, or the newest run if none is named.
+
+    Args:
+        paths: of the runs.
+        mix_weights: of each run after the first; equal weights by default.
+        checkpoint, device, mixture: as of `load_named_run`, of each run.
+    """
+    n_others = max(0, len(paths) - 1)
+    weights = None
+    if mix_weights:
+        if len(mix_weights) != n_others:
+            raise ConfigError(
+                f"--mix is the weight of a run after the first: there are {n_others} of them and "
+                f"{len(mix_weights)} weights; give one for each, as in `chargpt sample A B --mix "
+                "0.3`"
+            )
+        total = math.fsum(mix_weights)
+        if total > 1 + MAX_ERROR:
+            raise ConfigError(f"the weights of --mix sum to {total:g}, which is over 1; lower them")
+        weights = [max(0.0, 1 - total), *mix_weights]
+    named: list[Path | None] = [*paths] or [None]
+    loaded = [load_named_run(path, checkpoint, device, mixture=mixture) for path in named]
+    return mix(loaded, weights)
+
+
+def mix_json(run: Run) -> dict[str, Any]:
+    """Return the parts of a mixed run and their weights under the JSON key `mix`."""
+    if not isinstance(run, MixedRun):
+        return {}
+    pairs = zip(run.parts, run.weights, strict=True)
+    parts = [
+        {"run": str(part.folder), "step": part.step, "weight": weight} for part, weight in pairs
+    ]
+    return {"mix": parts}
 
 
 def warn_of_own_text(run: Run, path: str, content: str) -> None:

@@ -1,12 +1,14 @@
 """`chargpt sample`: text generated from a trained model."""
 
 import dataclasses
+import math
 import re
 import secrets
 import sys
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -16,19 +18,22 @@ from chargpt.analysis.memorization import (
     MAX_SCANNED,
     MIN_MATCH,
     OverlapReport,
-    find_documents,
+    longest_copied,
     measure_overlap,
 )
 from chargpt.cli import console, options, runs, tables
+from chargpt.cli.infill import fill_in
 from chargpt.cli.interact import interact, print_stream
 from chargpt.cli.main import catch_signals
-from chargpt.config import Config, SampleConfig, TextConfig, unescape
-from chargpt.errors import ConfigError, Stopped, TextError
-from chargpt.inference.generation import Sample
-from chargpt.inference.generation import sample as sample_texts
+from chargpt.config import MAX_SAMPLES, Config, SampleConfig, TextConfig, unescape
+from chargpt.errors import ConfigError, RunError, Stopped, TextError, TooFewError
+from chargpt.inference.generation import ONE_TEXT, sample_groups
+from chargpt.inference.infill import CANDIDATES
+from chargpt.inference.selection import Sample
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Place
 from chargpt.text.display import display_text, whole_graphemes
+from chargpt.text.documents import find_documents
 from chargpt.text.source import REPLACE_REMEDY, read_text
 from chargpt.text.tokenizer import UnknownPolicy, code_points
 
@@ -38,25 +43,28 @@ MAX_SEARCHED = 2_000  # characters at the end of a sample that are searched for 
 MAX_SHOWN = 10  # matches in the table
 MAX_PASSAGE = 80  # characters of a match in the table
 
+Format = Literal["text", "json", "jsonl"]
 
-def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
+
+def setting(name: str, *flags: str, metavar: str | None = None, help_: str = "") -> Any:
     """Return the option of a field of `SampleConfig`, with its meaning, default and bounds.
 
     Args:
         name: of the field.
         flags: of the option, if it has others than the field's name.
-        metavar: what stands for the value in the help.
+        metavar: what stands for the value in the help; None of a flag.
         help_: begins the help.
     """
     field = SampleConfig.model_fields[name]
     meaning = " ".join((field.description or "").split()).rstrip(".").replace("null: ", "")
     default = "" if field.default is None else f"; {field.default}"
+    default = "" if field.default in (False, ()) else f"{default} by default"
     limits = ChainMap(*map(dataclasses.asdict, field.metadata))
     return typer.Option(
         None,
         *flags,
         metavar=metavar,
-        help=f"{help_} {meaning}{default} by default.".strip(),
+        help=f"{help_} {meaning}{default}.".strip(),
         min=limits.get("ge", limits.get("gt")),
         max=limits.get("le"),
     )
@@ -64,7 +72,12 @@ def setting(name: str, *flags: str, metavar: str, help_: str = "") -> Any:
 
 def sample(
     ctx: typer.Context,
-    run: options.RunOrNewest = None,
+    run: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="The run's folder, or those of several to mix. Without it: the newest run."
+        ),
+    ] = None,
     prompt: Annotated[
         str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Start of the text.")
     ] = None,
@@ -77,6 +90,9 @@ def sample(
     top_p: float | None = setting("top_p", metavar="P"),
     min_p: float | None = setting("min_p", metavar="P"),
     num_samples: int | None = setting("num_samples", metavar="N"),
+    new: bool | None = setting("new", "--new"),
+    distinct: bool | None = setting("distinct", "--distinct"),
+    best: int | None = setting("best", metavar="K"),
     seed: int | None = setting("seed", metavar="N", help_="The same seed gives the same text;"),
     stop: Annotated[
         list[str] | None,
@@ -84,6 +100,31 @@ def sample(
             metavar="TEXT", help="End before this text (\\n: a line end); may be repeated."
         ),
     ] = None,
+    match: str | None = setting("match", metavar="REGEX"),
+    only: str | None = setting("only", metavar="LETTERS"),
+    without: str | None = setting("without", metavar="LETTERS"),
+    word: list[str] | None = setting("word", metavar="TEXT"),
+    lines: int | None = setting("lines", metavar="N"),
+    acrostic: list[str] | None = setting("acrostic", metavar="TEXT"),
+    end: str | None = setting("end", metavar="TEXT"),
+    max_chars: int | None = setting("max_chars", metavar="N"),
+    no_copy: int | None = setting("no_copy", metavar="N"),
+    whole: Annotated[
+        bool | None,
+        typer.Option("--whole", help="Constraints hold for the prompt, too, as the text's start."),
+    ] = None,
+    before: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Fill in text between this one and --after.")
+    ] = None,
+    after: Annotated[
+        str | None, typer.Option(metavar="FILE", help="What follows the text that is filled in.")
+    ] = None,
+    candidates: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, max=MAX_SAMPLES, help="Sampled texts that --after chooses from."
+        ),
+    ] = CANDIDATES,
     interactive: Annotated[
         bool,
         typer.Option(
@@ -98,9 +139,16 @@ def sample(
         bool, typer.Option("--overlap", help="Mark verbatim matches with the training split.")
     ] = False,
     unknown: options.UnknownOption = None,
+    mix: options.Mix = None,
     mixture: options.Mixture = False,
     checkpoint: options.Checkpoint = "best",
-    json_: options.Json = False,
+    format_: Annotated[
+        Format | None,
+        typer.Option(
+            "--format", help="How to print: text (the default), one JSON object, or one a sample."
+        ),
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     device: options.Device = None,
     encoding: options.RunEncoding = None,
 ) -> None:
@@ -108,9 +156,9 @@ def sample(
 
     Examples: `chargpt sample`, `chargpt sample runs/novel -p "It was" -n 300`,
     `chargpt sample --temperature 0.5 --num-samples 3 --seed 1 --json`,
-    `chargpt sample --interactive`.
+    `chargpt sample --interactive`, `chargpt sample runs/dickens runs/austen --mix 0.3`.
     """
-    loaded = runs.load_named_run(run, checkpoint, device, mixture=mixture)
+    loaded = runs.load_runs(run or [], mix, checkpoint, device, mixture=mixture)
     # on a busy machine torch's threads would wait for each other in every decode step
     torch.set_num_threads(1)
     policy = unknown or loaded.config.text.unknown
@@ -119,67 +167,188 @@ def sample(
         ctx.params["stop"] = [loaded.tokenizer.choose_form(unescape(text)) for text in stop]
     config = sample_config(loaded.config, {**ctx.params, "prompt": prompt}, policy)
     if interactive:
-        given = {"--json": json_, "--overlap": overlap, "--num-samples": (num_samples or 1) > 1}
+        given = {f"--{name}": ctx.params[name] for name in ("overlap", "new", "distinct", "best")}
+        given |= {"--json": json_, "--format": format_, "--num-samples": (num_samples or 1) > 1}
         options.reject(given, "does not apply to --interactive, which prints one text at a time")
-        interact(loaded, config, begins=prompt is not None, is_plain=plain)
+        changes = {f"sample.{name}": value for name, value in ONE_TEXT.items()}
+        interact(loaded, config.with_values(changes), begins=prompt is not None, is_plain=plain)
         return
     options.reject({"--plain": plain}, "applies only to --interactive")
+    form = choose_format(format_, json_, has_overlap=overlap)
+    if before is not None or after is not None:
+        others = ("prompt", "prompt_file", "overlap", "new", "distinct", "best", "stop")
+        given = {f"--{name.replace('_', '-')}": ctx.params[name] for name in others}
+        options.reject(given, "does not apply to a text between --before and --after")
+        fill_in(loaded, config, before, after, encoding, candidates, form)
+        return
+    facts = {
+        "run": str(loaded.folder),
+        "step": loaded.step,
+        "mixture": mixture,
+        **runs.mix_json(loaded),
+    }
+    generate(loaded, config, form, facts, has_overlap=overlap)
+
+
+def generate(
+    loaded: Run, config: Config, form: Format, facts: Mapping[str, Any], *, has_overlap: bool
+) -> None:
+    """Sample texts with the settings of a config, print them, and say what is wrong with them.
+
+    Args:
+        loaded: whose model is sampled.
+        config: its settings.
+        form: how to print.
+        facts: of the run, for JSON.
+        has_overlap: whether to measure the overlap with the training split.
+
+    Raises:
+        Stopped: a signal ended the sampling; what was sampled is printed.
+        TooFewError: some samples are missing; the others are printed.
+    """
     if is_random := config.sample.seed is None:  # chosen here, so that it can be printed
         config = config.with_values({"sample.seed": secrets.randbits(32)})
     settings = config.sample
     caught: list[int] = []  # signals that ended the sampling
-    if settings.num_samples == 1 and not json_ and not overlap:
+    too_few: list[TooFewError] = []
+    if settings.num_samples == 1 and form == "text" and not has_overlap and not settings.new:
         texts = [print_stream(loaded, config)]
+    elif form == "jsonl":
+        corpus = text_for_copies(loaded)
+        texts = sample_several(
+            loaded, config, caught, too_few, lambda group: print_lines(group, settings, corpus)
+        )
     else:
-        corpus = loaded.corpus() if overlap else None  # an error before the work
-        texts = sample_several(loaded, config, caught)
-        report = measure(corpus, texts, caught) if corpus else None
-        if json_:
-            result = {
-                "samples": texts,
-                "prompt": settings.prompt,
-                "continuations": [text.continuation for text in texts],
-                "ended": [text.ended for text in texts],
-                "finished": [text.finished for text in texts],
-                "seed": settings.seed,
-                "run": str(loaded.folder),
-                "step": loaded.step,
-                "mixture": mixture,
-            }
-            if corpus and report:
-                result |= overlap_json(corpus, report, texts)
-            console.out_json(result)
+        corpus = loaded.corpus() if has_overlap else None  # an error before the work
+        texts = sample_several(loaded, config, caught, too_few)
+        report = measure(corpus, texts, caught) if corpus and texts else None
+        if form == "json":
+            print_json(texts, settings, facts, corpus, report)
         else:
             print_samples(texts, report, has_lines=loaded.tokenizer.eos_token == "\n")
             if corpus and report:
                 print_overlap(corpus, report, texts)
-    if is_random and settings.temperature and sys.stdout.isatty() and not json_:
+    if is_random and settings.temperature and sys.stdout.isatty() and form == "text":
         console.say(f"--seed {settings.seed} gives the same text")
     n_cut = sum(text.ended == "length" for text in texts)
     if n_cut and loaded.tokenizer.eos_token:
         console.say(
-            f"documents cut at {console.characters(settings.length)}: {n_cut:,} of "
+            f"documents cut at {console.characters(settings.limit)}: {n_cut:,} of "
             f"{len(texts):,}; a higher -n finishes them"
         )
     say_flaws(texts)
     if caught:
         raise Stopped(caught[0])
+    for error in too_few:
+        raise error
 
 
-def sample_several(run: Run, config: Config, caught: list[int]) -> list[Sample]:
-    """Return samples, with a progress bar; a signal ends them, and is appended to `caught`."""
+def choose_format(format_: Format | None, json_: bool, *, has_overlap: bool) -> Format:
+    """Return how to print the samples, or reject options that exclude each other."""
+    if json_ and format_ not in (None, "json"):
+        raise ConfigError(f"--json and --format {format_} exclude each other; give one")
+    if format_ == "jsonl":
+        options.reject({"--overlap": has_overlap}, "prints a table, and --format jsonl lines")
+    return "json" if json_ else format_ or "text"
+
+
+def sample_several(
+    run: Run,
+    config: Config,
+    caught: list[int],
+    too_few: list[TooFewError],
+    on_group: Callable[[list[Sample]], object] = lambda _: None,
+) -> list[Sample]:
+    """Return samples, with a progress bar; a signal ends them, and is appended to `caught`.
+
+    Args:
+        too_few: receives the error if some are missing for another reason.
+        on_group: called with the samples of each group as soon as they are known.
+    """
     settings = config.sample
-    ends_early = settings.stop or run.tokenizer.eos_token  # progress then counts samples
+    # progress then counts samples
+    ends_early = settings.stop or run.tokenizer.eos_token or settings.distinct
     unit = "sample" if ends_early else "character"
+    texts: list[Sample] = []
     with runs.stoppable_progress(unit, "generated", caught) as callbacks:
-        texts = sample_texts(run, settings, unknown=config.text.unknown, **callbacks)
+        try:
+            for group in sample_groups(run, settings, unknown=config.text.unknown, **callbacks):
+                on_group(group)
+                texts += group
+        except TooFewError as error:
+            too_few.append(error)
     if caught:
         n_stopped = sum(text.ended == "stopped" for text in texts)
         console.say(
-            f"these are the samples so far: {len(texts):,} of {settings.num_samples:,}, of which "
-            f"{n_stopped:,} are unfinished"
+            f"these are the samples so far: {len(texts):,} of "
+            f"{settings.best or settings.num_samples:,}, of which {n_stopped:,} are unfinished"
         )
     return texts
+
+
+def text_for_copies(run: Run) -> Corpus | None:
+    """Return the text that copies are looked up in; None, with a message, if there is none."""
+    try:
+        return run.corpus()
+    except RunError as error:
+        console.say(f"longest_copied is null: {error}")
+        return None
+
+
+def copied_lengths(corpus: Corpus | None, texts: Sequence[Sample]) -> list[int | None]:
+    """Return the characters of the longest part of each continuation in the training split."""
+    if corpus is None:
+        return [None] * len(texts)
+    tokenizer = corpus.tokenizer
+    tokens = [tokenizer.encode(text.continuation, "replace") for text in texts]
+    return [*longest_copied(corpus.split("train"), tokens, tokenizer.first_continuation_id)]
+
+
+def surprisal_of(text: Sample) -> float | None:
+    """Return the mean surprisal of a sample in bits per character, as JSON takes it."""
+    return None if math.isnan(text.surprisal) else text.surprisal
+
+
+def print_lines(texts: Sequence[Sample], settings: SampleConfig, corpus: Corpus | None) -> None:
+    """Print one JSON object for each sample."""
+    for text, length in zip(texts, copied_lengths(corpus, texts), strict=True):
+        console.out_json(
+            {
+                "prompt": text.prompt,
+                "continuation": text.continuation,
+                "ended": text.ended,
+                "finished": text.finished,
+                "surprisal": surprisal_of(text),
+                "longest_copied": length,
+                "seed": settings.seed,
+                "sample": text.sequence_id + 1,
+            }
+        )
+
+
+def print_json(
+    texts: Sequence[Sample],
+    settings: SampleConfig,
+    facts: Mapping[str, Any],
+    corpus: Corpus | None,
+    report: OverlapReport | None,
+) -> None:
+    """Print one JSON object with all samples, facts of the run, and the overlap if it is known."""
+    result = {
+        "samples": texts,
+        "prompt": settings.prompt,
+        "continuations": [text.continuation for text in texts],
+        "ended": [text.ended for text in texts],
+        "finished": [text.finished for text in texts],
+        "surprisal": [surprisal_of(text) for text in texts],
+        "sample": [text.sequence_id + 1 for text in texts],
+        "seed": settings.seed,
+        **facts,
+    }
+    if corpus and report:
+        result["longest_copied"] = copied_lengths(corpus, texts)
+        result |= overlap_json(corpus, report, texts)
+    console.out_json(result)
 
 
 def say_flaws(samples: Sequence[Sample]) -> None:
@@ -305,7 +474,7 @@ def measure(corpus: Corpus, texts: list[Sample], caught: list[int]) -> OverlapRe
     return None
 
 
-def overlap_json(corpus: Corpus, report: OverlapReport, texts: list[Sample]) -> dict[str, Any]:
+def overlap_json(corpus: Corpus, report: OverlapReport, texts: Sequence[Sample]) -> dict[str, Any]:
     """Return the overlap of each sample, with places, and which documents are new or copied."""
     overlaps = []
     for each in report.texts:

@@ -15,7 +15,7 @@ import torch
 
 from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError, ConfigError, OperationError
-from chargpt.inference.generation import sample
+from chargpt.inference.generation import PLAIN, sample
 from chargpt.log import logger
 from chargpt.models import LanguageModel
 from chargpt.models.gpt import GPT
@@ -186,7 +186,8 @@ def prompts(run: Run) -> list[str]:
         alphabet += OUTSIDE
     rows = generator.integers(len(alphabet), size=(half, size))
     texts = ["".join(alphabet[i] for i in row) for row in rows]
-    texts += sample(run, num_samples=half, length=size, prompt="", stop=(), seed=SEED)
+    settings = {"num_samples": half, "length": size, "prompt": "", "stop": ()}
+    texts += sample(run, seed=SEED, **{**PLAIN, **settings})
     lengths = generator.integers(1, size, endpoint=True, size=len(texts))
     return [_shorten(tokenizer, text, n) for text, n in zip(texts, lengths, strict=True)]
 

@@ -31,7 +31,7 @@ from chargpt.device import one_blas_thread, onednn_is_faster, require_memory
 from chargpt.errors import OperationError, TextError
 from chargpt.inference.decoders import Decoder, build_decoder
 from chargpt.inference.evaluation import OnProgress
-from chargpt.inference.generation import max_logits
+from chargpt.inference.sampling import max_logits
 from chargpt.models import LanguageModel, eval_mode
 from chargpt.models.mixture import Mixture
 from chargpt.store.run import Run

@@ -3,7 +3,7 @@
 On a CPU a GPT with full attention, QK-norm and SwiGLU is decoded by numpy, many sequences on
 several threads. All other models run their own forward pass with a KV cache, a GPT on CUDA as a
 graph. Few sequences of a small model on a GPU are launch-bound: there a timed trial picks the
-faster of the two.
+faster of the two. An ensemble has a decoder for each of its models.
 
 `NumpyDecoder` does the steps of models/gpt.py for one token a sequence. With about a million
 multiplications a token, the overhead of each operation dominates, and numpy's is far smaller than
@@ -23,7 +23,7 @@ V = vocabulary size, K = block size.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeGuard
@@ -38,6 +38,7 @@ from chargpt.device import can_capture, capture_graph
 from chargpt.errors import CaptureError
 from chargpt.log import logger
 from chargpt.models import KVCache, LanguageModel, StaticKVCache
+from chargpt.models.ensemble import Ensemble, EnsembleCache
 from chargpt.models.gpt import GPT, Attention
 from chargpt.models.kernels import RMSNorm
 from chargpt.text.tokenizer import Tokens
@@ -130,6 +131,44 @@ class GraphDecoder(ModelDecoder):
         return step
 
 
+class EnsembleDecoder:
+    """Decoder of an ensemble: a decoder of each model, and the average of their probabilities.
+
+    Each has a KV cache and a block size of its own. The sums are in float64, so that a probability
+    far below those of other models is not lost.
+    """
+
+    def __init__(
+        self, model: Ensemble, num_sequences: int, prefilled: KVCache | None, max_threads: int
+    ) -> None:
+        caches: Sequence[KVCache | None] = [None] * len(model.members)
+        if prefilled is not None:
+            assert isinstance(prefilled, EnsembleCache)
+            caches = prefilled.parts
+        self.members = [
+            (
+                build_decoder(member.model, num_sequences, cache, max_threads),
+                member.ids.cpu().numpy(),
+                member.is_known.cpu().numpy(),
+                member.weight,
+            )
+            for member, cache in zip(model.members, caches, strict=True)
+        ]
+        self.shape = num_sequences, model.vocab_size
+
+    def step(self, tokens: Tokens) -> Array:
+        """Append one token a sequence, (N,); return log-probabilities of the next ones, (N, V)."""
+        total = np.zeros(self.shape)
+        for decoder, ids, is_known, weight in self.members:
+            logits = decoder.step(ids[tokens]).take(ids, axis=1).astype(np.float64)
+            probs = np.exp(logits - np.maximum.reduce(logits, axis=1, keepdims=True))
+            probs *= is_known
+            total += probs * (weight / np.add.reduce(probs, axis=1, keepdims=True))
+        with np.errstate(divide="ignore"):  # a token may be known to no model
+            log_probs: Array = np.log(total).astype(np.float32)
+        return log_probs
+
+
 def build_decoder(
     model: LanguageModel,
     num_sequences: int,
@@ -144,6 +183,8 @@ def build_decoder(
         prefilled: cache of one sequence, which every sequence continues; empty by default.
         max_threads: of the CPU; rounding depends on how many are used.
     """
+    if isinstance(model, Ensemble):
+        return EnsembleDecoder(model, num_sequences, prefilled, max_threads)
     candidates: list[Callable[..., Decoder]] = []
     is_on_cpu = model.device.type == "cpu"
     is_small = is_on_cpu or model.num_parameters() * num_sequences <= MAX_CPU_WORK

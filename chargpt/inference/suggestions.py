@@ -22,7 +22,7 @@ import torch
 
 from chargpt.errors import ConfigError
 from chargpt.inference.decoders import ModelDecoder
-from chargpt.inference.generation import max_logits
+from chargpt.inference.sampling import max_logits
 from chargpt.models import KVCache, LanguageModel, eval_mode
 from chargpt.models.mixture import word_token_mask
 from chargpt.store.run import Run, as_run
@@ -119,10 +119,7 @@ class _BeamDecoder(ModelDecoder):
     def step_from(self, beams: Ints, tokens: Tokens) -> Floats:
         """Append tokens (W,) to the sequences `beams` (W,); return the next logits, (W, V)."""
         cache, order = self.cache, torch.from_numpy(beams).to(self.model.device)
-        own = slice(self.n_shared, cache.length)  # positions
-        for stored in (cache.keys, cache.values):  # (L, W, H, K, D)
-            stored[:, :, :, own] = stored[:, :, :, own].index_select(1, order)
-        cache.tokens = cache.tokens.index_select(0, order)
+        cache.reorder(order, self.n_shared)
         if cache.length == self.model.block_size:  # the step evicts
             self.n_shared = 0
         return self.step(tokens).astype(np.float64)

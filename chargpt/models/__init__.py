@@ -72,6 +72,17 @@ class KVCache:
         self.tokens = other.tokens.expand(self.keys.size(1), -1)
         self.set_length(other.length)
 
+    def reorder(self, sequences: Tensor, first: int = 0) -> None:
+        """Replace sequence n by a copy of sequence `sequences[n]`, (B,), as beam search does.
+
+        Args:
+            first: position before which all sequences have the same tokens.
+        """
+        own = slice(first, self.length)
+        for stored in (self.keys, self.values):  # (L, B, H, K, D)
+            stored[:, :, :, own] = stored[:, :, :, own].index_select(1, sequences)
+        self.tokens = self.tokens.index_select(0, sequences)
+
 
 class StaticKVCache(KVCache):
     """KV cache whose decode step can be captured as a CUDA graph.

@@ -18,6 +18,7 @@ from chargpt.files import exists, read_regular, write_atomically
 from chargpt.models.gpt import GPT
 from chargpt.models.mixture import MIXTURE_ORDER, Gate, Mixture
 from chargpt.models.ngram import MAX_TOKENS
+from chargpt.store.ensemble import MixedRun, mix
 from chargpt.store.folder import MIXTURE_FILE, RunFolder
 from chargpt.store.run import Run, as_run
 from chargpt.text.tokenizer import Tokens
@@ -83,12 +84,15 @@ def find_mixture_run(run: Run) -> Run | None:
 def with_mixture(run: Run | str | Path) -> Run:
     """Return a run, or that of a folder, with the mixture in place of its GPT.
 
+    Of a run that `mix` returned, it is that of each part.
     Its n-grams are counted, which takes up to two seconds.
 
     Raises:
         RunError: it has none, or that of another checkpoint, or the file is damaged.
     """
     run = as_run(run)
+    if isinstance(run, MixedRun):
+        return mix([with_mixture(part) for part in run.parts], run.weights)
     if isinstance(run.model, Mixture):
         return run
     tokens, gate = read_mixture(run)

@@ -23,7 +23,7 @@ from chargpt.store.folder import CHECKPOINTS, RunFolder, is_readable_run, is_run
 from chargpt.store.metrics import VALIDATION
 from chargpt.store.tensors import load_weights, serialize
 from chargpt.text.corpus import Corpus
-from chargpt.text.tokenizer import CharTokenizer
+from chargpt.text.tokenizer import CharTokenizer, Tokens
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,6 +119,13 @@ class Run:
                 f"it, as in `chargpt evaluate {self.folder} --text FILE`"
             )
         return folder.read_text(self.config.text, self.tokenizer)
+
+    def texts(self) -> list[Tokens]:
+        """Return the tokens of the whole text, all splits; as `corpus` raises.
+
+        There is one, but of a run that `mix` returned.
+        """
+        return [self.corpus().tokens]
 
 
 def newest_run(parent: Path = Path("runs")) -> Path:

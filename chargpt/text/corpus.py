@@ -7,7 +7,7 @@ P = number of distinct pairs, B = batch size, T = block size.
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -287,6 +287,63 @@ class Corpus:
     def pair_counts(self, split: Split) -> PairCounts:
         """Return the number of occurrences of each pair of ids in a split."""
         return count_pairs(self.split(split), self.tokenizer.vocab_size)
+
+
+@dataclass(frozen=True)
+class JoinedCorpus(Corpus):
+    """Several texts as one: each split consists of theirs, in order; see `joined`.
+
+    Attributes:
+        parts: the texts.
+        edges: index of the first token of each split, and the number of tokens.
+    """
+
+    parts: tuple[Corpus, ...] = ()
+    edges: tuple[int, ...] = ()
+
+    @cached_property
+    def _edges(self) -> list[int]:
+        return list(self.edges)
+
+    def place_of(self, position: int) -> Place | None:
+        """Return file and line of a token of the training split; None of a text in memory."""
+        # not its index: a character may be one token here and several byte tokens in its part
+        number = self.tokenizer.count_characters(self.split("train")[:position])
+        for part in self.parts:
+            if number < (size := part.count_characters("train")):
+                start = part.count_characters("mixture")
+                return part.place_of(part._index(start + number) - part._edges[1])
+            number -= size
+        return None
+
+
+def joined(parts: Sequence[Corpus], tokenizer: CharTokenizer) -> JoinedCorpus:
+    """Return several texts as one, in the tokens of another vocabulary.
+
+    Its characters that the vocabulary lacks become the replacement token. The tokens are in memory.
+
+    Raises:
+        RunError: a file of a text is damaged.
+    """
+    splits = [
+        np.concatenate([translated(part, split, tokenizer) for part in parts]) for split in SPLITS
+    ]
+    return JoinedCorpus(
+        name=" and ".join(part.name for part in parts),
+        key="",
+        tokenizer=tokenizer,
+        tokens=np.concatenate(splits),
+        settings=parts[0].settings,
+        rare_count=sum(part.rare_count for part in parts),
+        parts=tuple(parts),
+        edges=(0, *np.cumsum([split.size for split in splits]).tolist()),
+    )
+
+
+def translated(corpus: Corpus, split: Split, tokenizer: CharTokenizer) -> Tokens:
+    """Return a split of a text in the tokens of another vocabulary; errors of `joined`."""
+    corpus.require_intact()
+    return tokenizer.encode(corpus.tokenizer.decode(corpus.split(split)), unknown="replace")
 
 
 def count_tokens(tokens: Tokens, vocab_size: int) -> Ints:

@@ -18,7 +18,7 @@ import re
 import reprlib
 import unicodedata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -230,6 +230,37 @@ class CharTokenizer:
             eos_token,
             bool(counts.size > 13 and counts[10] == counts[13] > 0),
         )
+
+    @classmethod
+    def union(cls, tokenizers: Sequence["CharTokenizer"]) -> Self:
+        """Return the union of vocabularies that have the same EOS token, or none.
+
+        It has byte tokens if one of them has, and otherwise an unknown token if one of them has.
+        """
+        has_bytes = any(each.has_bytes for each in tokenizers)
+        return cls(
+            "".join(sorted({*"".join(each.characters for each in tokenizers)})),
+            any(each.has_unknown for each in tokenizers) and not has_bytes,
+            has_bytes,
+            tokenizers[0].eos_token,
+            all(each.has_crlf for each in tokenizers),
+        )
+
+    def ids_of_tokens(self, other: "CharTokenizer") -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """Return the id here of each token of another vocabulary of V tokens, (V,).
+
+        Tokens are the same if their UTF-8 forms are, or if both are the unknown token. The second
+        array, (V,), says which are known here; the others have the replacement id.
+        """
+        ids = {form: token for token, form in enumerate(self._forms)}
+        found = [ids.get(form, -1) for form in other._forms]
+        is_known = np.array(found) >= 0
+        return np.where(is_known, found, self.replacement_id).astype(np.int64), is_known
+
+    @property
+    def _forms(self) -> list[bytes]:
+        """UTF-8 form of each id's character, or its byte; b"" of the unknown token."""
+        return [*self._utf8[:-1], b""] if self.has_unknown else self._utf8
 
     @cached_property
     def _ids(self) -> Tokens:

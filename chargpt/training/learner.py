@@ -336,7 +336,7 @@ class Learner:
 
     def sample(self, options: SampleConfig) -> str:
         """Return a short text, or some documents, generated with the run's sampling settings."""
-        from chargpt.inference.generation import stream_pieces  # long after the first step
+        from chargpt.inference.generation import PLAIN, stream_pieces  # long after the first step
 
         tokenizer = self.corpus.tokenizer
         options = options.model_copy(
@@ -344,6 +344,7 @@ class Learner:
                 "length": min(SAMPLE_LENGTH, options.length),
                 "num_samples": N_DOCUMENTS if tokenizer.eos_token else 1,
                 "seed": self.seed,
+                **PLAIN,
             }
         )
         prompt = tokenizer.encode(tokenizer.eos_token + options.prompt, unknown="replace")

@@ -11,8 +11,12 @@ let spans = [], owners = [];  // graphemes as {node, from, to}; the one of each 
 let at = null, isPinned = false;  // the chosen token, null for the next one; whether the pointer chooses no other
 let next = [], attention = null;  // predictions of the next token; attention weights of the chosen one
 let request = 0, isWriting = false, isPreview = false, began = 0, timer = 0, session = newSeed();
+let suggestion = 0, suggestedFor = 0;  // requests for suggestions: the last one, and that of those shown
+let suggested = [], excluded = [];  // those shown, and those before them
+const earlier = [];  // texts before the suggestions and continuations that were added
 let written = "", writtenFrom = 0;  // the text that the model last put into the field, and its first new token
 
+const N_SUGGESTIONS = 5;
 const source = new Blob([element("worker").textContent], { type: "text/javascript" });
 const worker = new Worker(URL.createObjectURL(source));
 worker.postMessage({ pageData, weights: element("weights").textContent });
@@ -127,6 +131,7 @@ function read(given, length, { isPreview: preview = false, seed = 0 } = {}) {
   records.length = Math.min(records.length, common);
   for (const record of records) if (record?.isPreview) record.isSampled = false;  // it was typed since
   next = [];
+  staleSuggestions();
   isPreview = preview;
   draw(common);
   spans.forEach(shade);
@@ -188,6 +193,10 @@ function say(words) {
 }
 
 worker.onmessage = ({ data }) => {
+  if (data.suggest) {
+    if (data.suggest === suggestion) showSuggestions(data);
+    return;
+  }
   if (data.attention !== undefined) { showAttention(data); return; }
   const isAtEnd = view.scrollHeight - view.scrollTop - view.clientHeight < 40, first = tokens.length;
   const isCurrent = data.id === request;
@@ -232,6 +241,58 @@ function finish({ next: likely, bigram }) {
     setWriting(false);
   }
   if (at === null || at === tokens.length) choose(at);
+  askSuggestions();
+}
+
+// --- suggestions: the most probable words ahead
+
+function askSuggestions(without = []) {
+  excluded = without;
+  worker.postMessage({ suggest: ++suggestion, tokens: promptTokens(), excluded, count: N_SUGGESTIONS });
+}
+
+function staleSuggestions() {  // those of another text are not wanted
+  suggestion++;
+  for (const button of element("suggestions").children) button.disabled = button !== document.activeElement;
+}
+
+function showSuggestions({ suggest, found }) {
+  const hadFocus = element("suggestions").contains(document.activeElement);
+  [suggested, suggestedFor] = [found, suggest];
+  const buttons = found.map(({ tokens: of, prob }) => {
+    const button = document.createElement("button"), words = textOf(of);
+    button.type = "button";
+    button.style.setProperty("--prob", `${100 * prob}%`);
+    const shown = [...words].map((each) => each === " " ? each : displayChar(each)).join("").trim();
+    const isRest = /[\p{L}\p{N}]$/u.test(prompt.value) && /^[\p{L}\p{N}]/u.test(words);  // of a word
+    button.append(isolated((isRest ? "\u2026" : "") + shown), prob < 0.001 ? " under 0.1%" : ` ${(100 * prob).toFixed(1)}%`);
+    button.addEventListener("click", () => suggestedFor === suggestion && replaceText(prompt.value + words));
+    return button;
+  });
+  element("suggestions").replaceChildren(...buttons);
+  element("others").disabled = !found.length && !excluded.length;
+  if (hadFocus) (buttons[0] ?? prompt).focus();
+}
+
+function replaceText(text) {
+  earlier.push(prompt.value);
+  setText(text);
+}
+
+function setText(text) {
+  prompt.value = text;
+  prompt.scrollTop = prompt.scrollHeight;
+  element("undo").disabled = !earlier.length;
+  clearTimeout(timer);
+  readTyped();
+}
+
+function saveText() {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([prompt.value], { type: "text/plain" }));
+  link.download = "text.txt";
+  link.click();
+  URL.revokeObjectURL(link.href);
 }
 
 // --- predictions and attention of one token
@@ -350,9 +411,15 @@ view.addEventListener("focus", () => element("predictions").setAttribute("aria-l
 view.addEventListener("blur", () => element("predictions").setAttribute("aria-live", "off"));
 form.addEventListener("submit", (event) => {
   event.preventDefault();
+  earlier.push(prompt.value);
+  element("undo").disabled = false;
   write(promptTokens());
 });
 element("stop").addEventListener("click", stop);
+// after the last ones, the first again
+element("others").addEventListener("click", () => askSuggestions(suggested.length ? [...excluded, ...suggested.map((each) => each.tokens.join())] : []));
+element("undo").addEventListener("click", () => setText(earlier.pop()));
+element("save").addEventListener("click", saveText);
 for (const id of ["layer", "head"]) element(id).addEventListener("change", showWeights);
 element("temperature").addEventListener("input", showTemperature);
 function showTemperature() {
@@ -360,6 +427,7 @@ function showTemperature() {
 }
 form.addEventListener("input", (event) => {
   const isText = event.target === prompt;
+  if (isText) staleSuggestions();
   if (isText && isWriting) {
     request++;  // what the model still writes is not wanted
     setWriting(false);

@@ -3,19 +3,22 @@
 // Shapes: L = layers, C = n_embd, H = heads, D = C / H, F = MLP width, K = block size, V = vocabulary
 // size, S = cached tokens. A matrix is (outputs, inputs), row by row, as in PyTorch.
 const N_TOP = 8;  // most likely tokens that are reported
+const N_BEAMS = 15, WORDS_AHEAD = 2, TOKENS_AHEAD = 24;  // of suggestions: words or at most tokens
 const CHUNK_MS = 20;  // between two messages to the page, when those from it are received
 const MAX_ATTENTION_BYTES = 1 << 27;  // of the attention weights that are kept, of the last tokens
-let pageData, nCharacters, weight, L, C, H, D, K, V, cos, sin, keys, values;
+let pageData, vocabulary, kinds, nCharacters, weight, L, C, H, D, K, V, cos, sin, keys, values;
 let tokens = [], attentionRows = [];  // all tokens read; {start, size = S, weights (L, H, S)} of each
 let length = 0;  // cached tokens
 let logits = null;  // of the next token, (V); null if the text has not begun
 let state = 0;  // of the UTF-8 decoder, 0 between characters
-let active = 0;  // id of the request that is answered
+let active = 0, searching = 0;  // ids of the requests that are answered
 
 function load({ pageData: given, weights }) {
   pageData = given;
   ({ n_layer: L, n_embd: C, n_head: H, block_size: K } = pageData.model);
-  [D, V, nCharacters] = [C / H, pageData.vocab_size, [...pageData.tokenizer.characters].length];
+  vocabulary = [...pageData.tokenizer.characters];
+  [D, V, nCharacters] = [C / H, pageData.vocab_size, vocabulary.length];
+  kinds = Array.from({ length: V }, (_, token) => kindOf(token));
   const table = Float32Array.from({ length: 1 << 16 }, (_, bits) => halfToFloat(bits));
   const bytes = atob(weights), all = new Float32Array(bytes.length / 2);
   for (let i = 0; i < all.length; i++) all[i] = table[bytes.charCodeAt(2 * i) | (bytes.charCodeAt(2 * i + 1) << 8)];
@@ -240,10 +243,96 @@ function generateBigram(request) {  // the continuation by the bigram of the tra
   return found;
 }
 
+// --- suggestions: beam search for the most probable words ahead, on a copy of the state
+
+function kindOf(token) {  // 2: a word of its own, 1: part of a word, 0: neither, apostrophe: within one
+  const character = token < nCharacters ? vocabulary[token] : "a";  // bytes spell letters, mostly
+  if (/[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]/u.test(character)) return 2;
+  return /[\p{L}\p{M}\p{N}_]/u.test(character) ? 1 : "'\u2019".includes(character) ? "apostrophe" : 0;
+}
+
+function* search({ tokens: prompt, excluded, count }) {  // yields between forward passes; returns {tokens, prob}
+  for (let i = rewind(prompt); i < prompt.length; i++) yield feed(prompt[i], false);
+  if (K - length < Math.min(TOKENS_AHEAD, Math.floor(K / 2))) {  // read half a block anew, to make room
+    const half = prompt.slice(-Math.floor(K / 2)), whole = half.findIndex((token) => token < pageData.first_continuation_id);
+    [length, tokens, state] = [0, [], 0];
+    for (const token of half.slice(Math.max(0, whole))) yield feed(token, false);
+  }
+  const start = length, found = [];
+  const complete = (of, logProb) => {
+    if (of.length && !excluded.includes(of.join())) found.push({ tokens: of, prob: Math.exp(logProb) });
+    found.sort((a, b) => b.prob - a.prob);
+  };
+  let beams = logits ? [{ tokens: [], logProb: 0, words: 0, isInWord: false, state, scores: logits, rows: [] }] : [];
+  for (let ahead = 0; beams.length; ahead++) {
+    let candidates = beams.flatMap((beam) => extend(beam, complete));
+    candidates.sort((a, b) => b.logProb - a.logProb);
+    candidates = candidates.slice(0, N_BEAMS);
+    if (!candidates.length || Math.exp(candidates[0].logProb) <= (found[count - 1]?.prob ?? 0)) break;
+    if (ahead === Math.min(TOKENS_AHEAD, K - start)) {
+      for (const { tokens: of, logProb } of beams) complete(of, logProb);
+      break;
+    }
+    for (const each of candidates) {
+      each.rows.forEach((row, i) => [...keys, ...values][i].set(row, start * C));
+      length = start + ahead;
+      each.scores = forward(each.tokens.at(-1));
+      attentionRows.pop();
+      each.rows = [...keys, ...values].map((cached) => cached.slice(start * C, length * C));
+      yield;
+    }
+    beams = candidates;
+  }
+  return found.slice(0, count);
+}
+
+function extend(beam, complete) {  // returns the beams one token longer, and completes those whose words end
+  const probs = softmax(beam.scores.map((score, token) => follow(beam.state, token) >= 0 ? score : -Infinity)), longer = [];
+  let ending = 0;
+  for (let token = 0; token < V; token++) {
+    if (!probs[token]) continue;
+    const logProb = beam.logProb + Math.log(probs[token]), kind = kinds[token];
+    const isLetter = kind === 1 || (kind === "apostrophe" && beam.isInWord);
+    const words = beam.words + (kind === 2 || (isLetter && !beam.isInWord)), of = [...beam.tokens, token];
+    if (token === pageData.eos_token_id || (beam.isInWord && beam.words === WORDS_AHEAD && !isLetter)) ending += probs[token];
+    else if (kind === 2 && words === WORDS_AHEAD) complete(of, logProb);
+    else longer.push({ ...beam, tokens: of, logProb, words, isInWord: isLetter, state: follow(beam.state, token) });
+  }
+  if (ending) complete(beam.tokens, beam.logProb + Math.log(ending));
+  return longer;
+}
+
+function exchange(other) {  // the state for another; returns the one before
+  const before = { keys, values, tokens, attentionRows, length, logits, state };
+  ({ keys, values, tokens, attentionRows, length, logits, state } = other);
+  return before;
+}
+
+async function suggest(request) {
+  searching = request.suggest;
+  const steps = search(request), pause = newPause(), copies = (arrays) => arrays.map((each) => each.slice());
+  let own = { keys: copies(keys), values: copies(values), tokens: tokens.slice(), attentionRows: [], length, logits, state };
+  while (searching === request.suggest) {
+    const others = exchange(own), end = performance.now() + CHUNK_MS;
+    let step = steps.next();
+    while (!step.done && performance.now() < end) step = steps.next();
+    own = exchange(others);
+    if (step.done) {
+      postMessage({ suggest: request.suggest, found: step.value });
+      return;
+    }
+    await pause();
+  }
+}
+
+function newPause() {  // a function whose promise lets the page's messages in
+  const channel = new MessageChannel();
+  return () => new Promise((resolve) => { channel.port1.onmessage = resolve; channel.port2.postMessage(0); });
+}
+
 async function run(request) {
-  active = request.id;
-  const records = generate(request), channel = new MessageChannel();
-  const pause = () => new Promise((resolve) => { channel.port1.onmessage = resolve; channel.port2.postMessage(0); });
+  [active, searching] = [request.id, 0];
+  const records = generate(request), pause = newPause();
   for (let isDone = false; !isDone && active === request.id; await pause()) {
     const batch = [], end = performance.now() + CHUNK_MS;
     while (!isDone && performance.now() < end) {
@@ -259,6 +348,7 @@ async function run(request) {
 
 onmessage = ({ data }) => {
   if (data.weights) load(data);
+  else if (data.suggest) suggest(data);
   else if (data.tokens) run(data);
   else postMessage({ attention: data.attention, ...attentionRows[data.attention] });
 };

@@ -1,0 +1,208 @@
+"""Infill: text between two given ends, by sampling importance resampling (Rubin 1988).
+
+Middles are sampled as continuations of what comes before. Each is cut at several of its word ends,
+and each cut is weighed by the probability of what comes after, given all that precedes it:
+
+    p(middle | before, after)  ~  p(middle | before) p(after | before, middle)
+
+Infills are sampled from the cuts in proportion to their weights, without replacement. Of what comes
+after, the first `AFTER` tokens count, of what comes before the last that fit into a block.
+
+Cost: `candidates` continuations of `length` characters, and `candidates` x `CUTS` forward passes of
+up to a block.
+
+Shapes in this file: M = cuts, T = tokens of a row, A = scored tokens, V = vocabulary size.
+"""
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from chargpt.config import SampleConfig
+from chargpt.errors import NOT_FINITE, ConfigError, OperationError
+from chargpt.inference.generation import ALL_SAMPLES, OF_THE_RUN, stream_run, with_changes
+from chargpt.inference.sampling import uniforms
+from chargpt.models import LanguageModel, eval_mode
+from chargpt.store.run import Run, as_run
+from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
+
+CANDIDATES = 64  # by default
+CUTS = 8  # of each middle, at most
+AFTER = 64  # tokens
+GROUP = 64  # sequences sampled together
+BATCH_TOKENS = 16_384  # of a forward pass
+WORD_STREAM = 1 << 32  # number of the sequence of uniform numbers that choose among the cuts
+
+
+@dataclass(frozen=True)
+class Infill:
+    """A middle with its ends.
+
+    Attributes:
+        bits_per_char: mean surprisal of the first characters of `after`, that were weighed.
+    """
+
+    before: str
+    middle: str
+    after: str
+    bits_per_char: float
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.before + self.middle + self.after
+
+
+def infill(
+    run: Run | str | Path,
+    before: str,
+    after: str,
+    options: SampleConfig | None = None,
+    *,
+    candidates: int = CANDIDATES,
+    length: int = OF_THE_RUN,
+    temperature: float = OF_THE_RUN,
+    top_k: int | None = OF_THE_RUN,
+    top_p: float | None = OF_THE_RUN,
+    min_p: float | None = OF_THE_RUN,
+    no_copy: int | None = OF_THE_RUN,
+    num_samples: int = OF_THE_RUN,
+    seed: int | None = OF_THE_RUN,
+    unknown: UnknownPolicy | None = None,
+    on_progress: Callable[[int, int], object] = lambda *_: None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> list[Infill]:
+    """Generate text between two ends, of 1 to `length` characters.
+
+    Args:
+        run: a run from `train` or `load_run`, or its folder.
+        before: what the middle continues; empty: it begins a text.
+        after: what follows it.
+        options, length, temperature, top_k, top_p, min_p, no_copy, num_samples, seed, unknown: as
+            of `sample`, for the middles.
+        candidates: middles that are sampled; more are slower, and the best fit better.
+        on_progress: called with the number of steps done, characters of the middles and cuts that
+            are weighed, and of all.
+        is_stopped: once it returns True, the infills of the candidates so far are returned.
+
+    Returns:
+        `num_samples` different infills, the first one sampled first; fewer if there are not as
+        many cuts.
+
+    Raises:
+        ConfigError: a setting is invalid, or `after` is empty.
+        UnknownCharacterError: an end contains unknown characters and `unknown` is `error`.
+        OperationError: the model's logits are not finite, or all that is sampled is empty.
+    """
+    given = locals()
+    run = as_run(run)
+    chosen = with_changes(run, options, {**given, "prompt": before, **ALL_SAMPLES})
+    if not after:
+        raise ConfigError(
+            "there is no text after the gap; give it in --after, or sample a continuation"
+        )
+    tokenizer, policy = run.tokenizer, unknown or run.config.text.unknown
+    seed = secrets.randbits(63) if chosen.seed is None else chosen.seed
+    settings = chosen.model_copy(update={"num_samples": candidates, "seed": seed, "stop": ()})
+    n_steps = candidates * settings.limit
+    total = n_steps + candidates * CUTS
+    middles: list[str] = []
+    for first in range(0, candidates, GROUP):
+        ids = range(first, min(first + GROUP, candidates))
+        texts: Sequence[str] = [""] * len(ids)
+        steps = stream_run(run, settings, unknown=unknown, sequence_ids=ids)
+        for n, step in enumerate(steps, 1):
+            texts = [text + piece.text for text, piece in zip(texts, step, strict=True)]
+            on_progress(first * settings.limit + min(n, settings.limit) * len(ids), total)
+        middles += texts
+        if is_stopped():
+            break
+    cuts = sorted({cut for middle in middles for cut in _cuts(middle, after)})
+    if not cuts:
+        raise OperationError(
+            f"each of the {len(middles):,} texts that were sampled after the start is empty; raise "
+            "--candidates, or change the start"
+        )
+    encoded = tokenizer.encode(tokenizer.choose_form(after), unknown=policy)[:AFTER]
+    start = tokenizer.eos_token + tokenizer.choose_form(before)
+    starts = [tokenizer.encode((start or tokenizer.bos_text) + cut, unknown=policy) for cut in cuts]
+    nats = losses_after(run.model, starts, encoded, lambda n: on_progress(n_steps + n, total))
+    order = _sampled_order(nats, seed)
+    n_characters = tokenizer.count_characters(encoded)
+    on_progress(total, total)
+    return [
+        Infill(before, cuts[number], after, float(nats[number]) / math.log(2) / n_characters)
+        for number in order[: chosen.num_samples]
+    ]
+
+
+def _cuts(middle: str, after: str) -> list[str]:
+    """Return the beginnings of a middle that end no word in its midst, evenly spread, CUTS at most.
+
+    They end in no space where one follows. If there are none, they end anywhere.
+    """
+    everywhere = range(1, len(middle) + 1)
+    ends = [
+        n
+        for n in everywhere
+        if not (middle[n - 1].isalnum() and (middle[n : n + 1] or after[0]).isalnum())
+        and not (middle[n - 1].isalnum() and after[0].isalnum())
+        and not (middle[n - 1].isspace() and after[0].isspace())
+    ]
+    ends = ends or list(everywhere)
+    spread = np.linspace(0, len(ends) - 1, min(CUTS, len(ends))).round().astype(int).tolist()
+    return [middle[: ends[number]] for number in spread]
+
+
+@torch.inference_mode()
+def losses_after(
+    model: LanguageModel,
+    starts: Sequence[Tokens],
+    after: Tokens,
+    on_progress: Callable[[int], object] = lambda _: None,
+) -> Floats:
+    """Return the loss of the tokens `after`, (A,), after each start, in nats, (M,).
+
+    Raises:
+        OperationError: a loss is not finite.
+    """
+    after = after[: max(1, model.block_size // 2)]
+    context = model.block_size + 1 - len(after)
+    rows: list[Any] = [np.append(start[-context:], after).astype(np.int64) for start in starts]
+    by_length: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        by_length.setdefault(len(row), []).append(number)
+    nats, done = np.zeros(len(rows)), 0
+    with eval_mode(model):
+        for length, numbers in by_length.items():
+            size = max(1, BATCH_TOKENS // length)
+            for first in range(0, len(numbers), size):
+                batch = numbers[first : first + size]
+                tokens = torch.from_numpy(np.stack([rows[number] for number in batch]))
+                tokens = tokens.to(model.device)  # (rows, T)
+                logits = model(tokens[:, :-1])[:, -len(after) :].float()  # (rows, A, V)
+                targets = tokens[:, -len(after) :, None]
+                losses = -logits.log_softmax(dim=-1).gather(2, targets).sum(dim=(1, 2))
+                nats[batch] = losses.cpu().numpy()
+                done += len(batch)
+                on_progress(done)
+    if not np.isfinite(nats).all():
+        raise OperationError(NOT_FINITE)
+    return nats
+
+
+def _sampled_order(nats: Floats, seed: int) -> list[int]:
+    """Return numbers sampled in proportion to exp(-nats), without replacement.
+
+    By the Gumbel-top-k trick (Kool et al. 2019, section 2).
+    """
+    numbers = uniforms(seed, [WORD_STREAM])
+    gumbel = np.array([-math.log(-math.log(next(numbers)[0] + 2.0**-54)) for _ in nats])
+    order: list[int] = np.argsort(nats - gumbel, kind="stable").tolist()
+    return order
