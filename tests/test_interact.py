@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, Cli
+from noise import noisy_run_on
+
+from chargpt.cli.interact import PlainReader, Writer
 
 pty = pytest.importorskip("pty", reason="needs terminals of POSIX")
 termios = pytest.importorskip("termios")
@@ -169,3 +172,23 @@ def test_a_signal_leaves_the_terminal_as_it_was_and_ctrl_c_only_begins_a_new_lin
     terminal.process.wait(timeout=20)
     assert terminal.reads_lines()
     assert terminal.close() == 128 + signal.SIGTERM
+
+
+def test_a_document_that_has_ended_is_shown_when_what_follows_it_is_undone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = noisy_run_on(tmp_path, "anna\nberta\ncarla\n" * 30, **{"text.documents": "lines"})
+    writer = Writer(run, run.config.with_values({"sample.prompt": "anna\nberta"}), PlainReader())
+    ends = next(i for i, line in enumerate(writer.menu(), 1) if "the document ends" in line)
+    writer.choose(ends)
+    ended = writer.text
+    assert ended.endswith("\n")
+    shown = capfd.readouterr().out
+    assert shown.startswith("berta")
+    writer.menu()
+    writer.choose(1)
+    following = writer.text.removeprefix(ended).removesuffix("\n")
+    assert capfd.readouterr().out == following + "\n"
+    writer.undo()
+    assert writer.text == ended
+    assert capfd.readouterr().out == shown

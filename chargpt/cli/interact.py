@@ -286,8 +286,9 @@ class Writer:
 
     def show(self, start: int) -> None:
         """Print the text from the line on that holds its character `start`."""
-        start = max(self.text.rfind("\n", 0, start) + 1, start - SHOWN_CHARACTERS)
-        console.out_text(self.text[start:].removesuffix("\n"), "\n")
+        text = self.text.removesuffix("\n")  # which may be the end of a document
+        start = max(text.rfind("\n", 0, start) + 1, start - SHOWN_CHARACTERS)
+        console.out_text(text[start:], "\n")
 
     def sample(self, line: str = "") -> None:
         """Print a line, or the text if it is empty, and its continuation, as it is sampled."""
