@@ -41,7 +41,7 @@ def fill_in(
     for text in (start, end):
         runs.say_unknown(run, run.tokenizer.find_unknown(text), unknown)
     caught: list[int] = []
-    with runs.stoppable_progress("step", "sampled and weighed", caught) as callbacks:
+    with runs.stoppable_progress("candidate", "sampled, then weighed", caught) as callbacks:
         found = infill(
             run, start, end, config.sample, candidates=candidates, unknown=unknown, **callbacks
         )

@@ -29,7 +29,7 @@ from chargpt.config import MAX_SAMPLES, Config, SampleConfig, TextConfig, unesca
 from chargpt.errors import ConfigError, RunError, Stopped, TextError, TooFewError
 from chargpt.inference.generation import ONE_TEXT, sample_groups
 from chargpt.inference.infill import CANDIDATES
-from chargpt.inference.selection import Sample
+from chargpt.inference.selection import Sample, counts_samples
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Place
 from chargpt.text.display import display_text, whole_graphemes
@@ -109,10 +109,7 @@ def sample(
     end: str | None = setting("end", metavar="TEXT"),
     max_chars: int | None = setting("max_chars", metavar="N"),
     no_copy: int | None = setting("no_copy", metavar="N"),
-    whole: Annotated[
-        bool | None,
-        typer.Option("--whole", help="Constraints hold for the prompt, too, as the text's start."),
-    ] = None,
+    whole: bool | None = setting("whole", "--whole"),
     before: Annotated[
         str | None, typer.Option(metavar="FILE", help="Fill in text between this one and --after.")
     ] = None,
@@ -266,9 +263,7 @@ def sample_several(
         on_group: called with the samples of each group as soon as they are known.
     """
     settings = config.sample
-    # progress then counts samples
-    ends_early = settings.stop or run.tokenizer.eos_token or settings.distinct
-    unit = "sample" if ends_early else "character"
+    unit = "sample" if counts_samples(run, settings) else "character"
     texts: list[Sample] = []
     with runs.stoppable_progress(unit, "generated", caught) as callbacks:
         try:

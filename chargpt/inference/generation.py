@@ -56,12 +56,9 @@ OF_THE_RUN: Any = _OfTheRun()
 # settings without a choice among samples, and of a text that is streamed
 ALL_SAMPLES: dict[str, Any] = {"new": False, "distinct": False, "best": None}
 ONE_TEXT = {"num_samples": 1, **ALL_SAMPLES}
-UNCONSTRAINED = {
-    name: SampleConfig.model_fields[name].default
-    for name in (*CONSTRAINTS, "max_chars", "no_copy", "whole")
-}
+RULES = (*CONSTRAINTS, "max_chars", "no_copy")  # settings that a `ConstrainedSampler` applies
 # of samples that show the model, whatever the run's settings ask for
-PLAIN = {**ALL_SAMPLES, **UNCONSTRAINED}
+PLAIN = {**ALL_SAMPLES, **{name: SampleConfig.model_fields[name].default for name in RULES}}
 
 
 def sample(
@@ -264,9 +261,11 @@ def stream_run(
     prompt_ids = run.tokenizer.encode(
         eos_token + prompt, unknown=unknown or run.config.text.unknown
     )
-    unigram = lambda: run.corpus().token_counts("train")  # noqa: E731
-    constraints = [name for name in CONSTRAINTS if getattr(options, name)]
-    if not (constraints or options.max_chars or options.no_copy):
+
+    def unigram() -> Ints:
+        return run.corpus().token_counts("train")
+
+    if not any(getattr(options, name) for name in RULES):
         return stream_pieces(
             run.model,
             run.tokenizer,
@@ -275,7 +274,7 @@ def stream_run(
             sequence_ids=sequence_ids,
             unigram=unigram,
         )
-    if constraints and options.stop:
+    if options.stop and any(getattr(options, name) for name in CONSTRAINTS):
         raise ConfigError(
             "a stop string ends a text wherever it is, and constraints say where one may end; drop "
             "them, or --stop"

@@ -11,7 +11,7 @@ after, the first `AFTER` tokens count, of what comes before the last that fit in
 Cost: `candidates` continuations of `length` characters, and `candidates` x `CUTS` forward passes of
 up to a block.
 
-Shapes in this file: M = cuts, T = tokens of a row, A = scored tokens, V = vocabulary size.
+Shapes in this file: M = cuts, A = scored tokens.
 """
 
 import math
@@ -19,25 +19,22 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from chargpt.config import SampleConfig
 from chargpt.errors import NOT_FINITE, ConfigError, OperationError
-from chargpt.inference.generation import ALL_SAMPLES, OF_THE_RUN, stream_run, with_changes
+from chargpt.inference.evaluation import Windows, iter_losses
+from chargpt.inference.generation import ALL_SAMPLES, OF_THE_RUN, sample_groups, with_changes
 from chargpt.inference.sampling import uniforms
-from chargpt.models import LanguageModel, eval_mode
+from chargpt.models import LanguageModel
 from chargpt.store.run import Run, as_run
 from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
 
 CANDIDATES = 64  # by default
 CUTS = 8  # of each middle, at most
 AFTER = 64  # tokens
-GROUP = 64  # sequences sampled together
-BATCH_TOKENS = 16_384  # of a forward pass
-WORD_STREAM = 1 << 32  # number of the sequence of uniform numbers that choose among the cuts
+CHOICE = 1 << 32  # number of the sequence whose uniform numbers choose among the cuts
 
 
 @dataclass(frozen=True)
@@ -87,8 +84,8 @@ def infill(
         options, length, temperature, top_k, top_p, min_p, no_copy, num_samples, seed, unknown: as
             of `sample`, for the middles.
         candidates: middles that are sampled; more are slower, and the best fit better.
-        on_progress: called with the number of steps done, characters of the middles and cuts that
-            are weighed, and of all.
+        on_progress: called with the number of candidates that are sampled and that are weighed, and
+            of all, twice `candidates`.
         is_stopped: once it returns True, the infills of the candidates so far are returned.
 
     Returns:
@@ -110,19 +107,15 @@ def infill(
     tokenizer, policy = run.tokenizer, unknown or run.config.text.unknown
     seed = secrets.randbits(63) if chosen.seed is None else chosen.seed
     settings = chosen.model_copy(update={"num_samples": candidates, "seed": seed, "stop": ()})
-    n_steps = candidates * settings.limit
-    total = n_steps + candidates * CUTS
-    middles: list[str] = []
-    for first in range(0, candidates, GROUP):
-        ids = range(first, min(first + GROUP, candidates))
-        texts: Sequence[str] = [""] * len(ids)
-        steps = stream_run(run, settings, unknown=unknown, sequence_ids=ids)
-        for n, step in enumerate(steps, 1):
-            texts = [text + piece.text for text, piece in zip(texts, step, strict=True)]
-            on_progress(first * settings.limit + min(n, settings.limit) * len(ids), total)
-        middles += texts
-        if is_stopped():
-            break
+
+    def on_sampled(done: int, total: int) -> None:
+        on_progress(candidates * done // total, 2 * candidates)
+
+    def on_weighed(fraction: float) -> None:
+        on_progress(candidates + int(candidates * fraction), 2 * candidates)
+
+    groups = sample_groups(run, settings, unknown, on_sampled, is_stopped)
+    middles = [each.continuation for group in groups for each in group]
     cuts = sorted({cut for middle in middles for cut in _cuts(middle, after)})
     if not cuts:
         raise OperationError(
@@ -132,13 +125,11 @@ def infill(
     encoded = tokenizer.encode(tokenizer.choose_form(after), unknown=policy)[:AFTER]
     start = tokenizer.eos_token + tokenizer.choose_form(before)
     starts = [tokenizer.encode((start or tokenizer.bos_text) + cut, unknown=policy) for cut in cuts]
-    nats = losses_after(run.model, starts, encoded, lambda n: on_progress(n_steps + n, total))
-    order = _sampled_order(nats, seed)
+    nats = losses_after(run.model, starts, encoded, on_weighed)
     n_characters = tokenizer.count_characters(encoded)
-    on_progress(total, total)
     return [
         Infill(before, cuts[number], after, float(nats[number]) / math.log(2) / n_characters)
-        for number in order[: chosen.num_samples]
+        for number in _sampled_order(nats, seed)[: chosen.num_samples]
     ]
 
 
@@ -160,38 +151,35 @@ def _cuts(middle: str, after: str) -> list[str]:
     return [middle[: ends[number]] for number in spread]
 
 
-@torch.inference_mode()
 def losses_after(
     model: LanguageModel,
     starts: Sequence[Tokens],
     after: Tokens,
-    on_progress: Callable[[int], object] = lambda _: None,
+    on_progress: Callable[[float], object] = lambda _: None,
 ) -> Floats:
     """Return the loss of the tokens `after`, (A,), after each start, in nats, (M,).
+
+    Of starts and tokens that do not fit into a block together, half a block of `after` counts, and
+    the end of the start. `on_progress` is called with the fraction that is done.
 
     Raises:
         OperationError: a loss is not finite.
     """
     after = after[: max(1, model.block_size // 2)]
     context = model.block_size + 1 - len(after)
-    rows: list[Any] = [np.append(start[-context:], after).astype(np.int64) for start in starts]
-    by_length: dict[int, list[int]] = {}
-    for number, row in enumerate(rows):
-        by_length.setdefault(len(row), []).append(number)
-    nats, done = np.zeros(len(rows)), 0
-    with eval_mode(model):
-        for length, numbers in by_length.items():
-            size = max(1, BATCH_TOKENS // length)
-            for first in range(0, len(numbers), size):
-                batch = numbers[first : first + size]
-                tokens = torch.from_numpy(np.stack([rows[number] for number in batch]))
-                tokens = tokens.to(model.device)  # (rows, T)
-                logits = model(tokens[:, :-1])[:, -len(after) :].float()  # (rows, A, V)
-                targets = tokens[:, -len(after) :, None]
-                losses = -logits.log_softmax(dim=-1).gather(2, targets).sum(dim=(1, 2))
-                nats[batch] = losses.cpu().numpy()
-                done += len(batch)
-                on_progress(done)
+    rows = [np.append(start[-context:], after) for start in starts]
+    sizes = np.array([len(row) for row in rows])  # (M,)
+    begins = np.cumsum(sizes) - sizes
+    windows = [
+        Windows(begins[sizes == size], size - 1, size - 1 - len(after))
+        for size in np.unique(sizes).tolist()
+    ]
+    order, done = np.argsort(sizes, kind="stable"), 0
+    nats = np.empty(len(rows))
+    for losses, _, _ in iter_losses(model, np.concatenate(rows), windows):
+        nats[order[done : done + len(losses)]] = losses.sum(axis=1)
+        done += len(losses)
+        on_progress(done / len(rows))
     if not np.isfinite(nats).all():
         raise OperationError(NOT_FINITE)
     return nats
@@ -202,7 +190,7 @@ def _sampled_order(nats: Floats, seed: int) -> list[int]:
 
     By the Gumbel-top-k trick (Kool et al. 2019, section 2).
     """
-    numbers = uniforms(seed, [WORD_STREAM])
+    numbers = uniforms(seed, [CHOICE])
     gumbel = np.array([-math.log(-math.log(next(numbers)[0] + 2.0**-54)) for _ in nats])
     order: list[int] = np.argsort(nats - gumbel, kind="stable").tolist()
     return order

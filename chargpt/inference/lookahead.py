@@ -23,7 +23,7 @@ import torch
 
 from chargpt.inference.constraints import Bools, Constraint
 from chargpt.models import LanguageModel
-from chargpt.text.tokenizer import Floats, Ints
+from chargpt.text.tokenizer import Ints
 
 MAX_OPERATIONS = 20e9  # of the products, a second or two
 MAX_BYTES = 256_000_000  # of the table
@@ -41,7 +41,11 @@ class LookAhead:
     """
 
     def __init__(
-        self, constraint: Constraint, may_end: Bools, chain: Floats, max_length: int
+        self,
+        constraint: Constraint,
+        may_end: Bools,
+        chain: npt.NDArray[np.float32],
+        max_length: int,
     ) -> None:
         """Compute the table for texts of `max_length` characters.
 
@@ -56,7 +60,7 @@ class LookAhead:
         ends = automaton.accepts[:, None] & may_end  # (S, V)
         n_states, vocab_size = following.shape
         columns = np.arange(vocab_size)
-        into = np.ascontiguousarray(chain.T, dtype=np.float32)
+        into = np.ascontiguousarray(chain.T)
         h = np.repeat(automaton.accepts[:, None], vocab_size, axis=1).astype(np.float32)
         one = 1.0  # in the scale of h
         kept = [np.zeros((n_states, vocab_size), np.float32)]  # after the last character
@@ -85,12 +89,11 @@ class LookAhead:
 
 
 @torch.inference_mode()
-def markov_chain(model: LanguageModel, temperature: float) -> Floats:
+def markov_chain(model: LanguageModel, temperature: float) -> npt.NDArray[np.float32]:
     """Return the probability of each token after each, given no other context, (V, V)."""
     tokens = torch.arange(model.vocab_size, device=model.device)[:, None]
-    logits = model(tokens)[:, 0].double() if model.device.type == "cpu" else model(tokens)[:, 0]
-    probs = (logits / max(temperature, MIN_TEMPERATURE)).softmax(dim=-1)
-    chain: Floats = probs.cpu().numpy().astype(np.float64)
+    logits = model(tokens)[:, 0].float() / max(temperature, MIN_TEMPERATURE)
+    chain: npt.NDArray[np.float32] = logits.softmax(dim=-1).cpu().numpy()
     return chain
 
 

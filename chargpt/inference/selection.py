@@ -63,6 +63,12 @@ def new_sample(
     return sample
 
 
+def counts_samples(run: Run, options: SampleConfig) -> bool:
+    """Return whether progress is counted in samples: their lengths are not known in advance."""
+    names = ("new", "distinct", "stop", "max_chars", *CONSTRAINTS)
+    return bool(run.tokenizer.eos_token) or any(getattr(options, name) for name in names)
+
+
 class Selection:
     """Which sequences become samples: all, or by rejection those that are new and distinct.
 
@@ -113,8 +119,7 @@ class Selection:
         total, length = self.options.num_samples, self.options.limit
         if self.rejects:
             return self.n_found, total
-        ends_early = any(getattr(self.options, name) for name in ("stop", *CONSTRAINTS))
-        if ends_early or self.run.tokenizer.eos_token:
+        if counts_samples(self.run, self.options):
             return self.n_found + sum(bool(piece.ended) for piece in step), total
         return self.n_found * length + min(n_steps, length) * len(step), total * length
 
