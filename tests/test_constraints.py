@@ -402,6 +402,17 @@ def test_max_chars_ends_after_the_last_sentence_that_matches(tmp_path: Any) -> N
     assert n_cut > 5
 
 
+@pytest.mark.parametrize(("options", "total"), [({"lines": 1}, 4), ({"no_copy": 3}, 4 * 30)])
+def test_progress_counts_samples_where_lengths_differ(
+    tmp_path: Any, options: dict[str, Any], total: int
+) -> None:
+    seen: list[tuple[int, int]] = []
+    run = noisy_run_on(tmp_path, TEXT)
+    report = lambda *numbers: seen.append(numbers)  # noqa: E731
+    sample(run, num_samples=4, length=30, seed=1, on_progress=report, **options)
+    assert seen[-1] == (total, total)
+
+
 def test_what_an_automaton_may_cost_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for pattern in ("((a{50}){50}){50}", "(?s).*a.{18}", "(" * 5000 + ")" * 5000, "a{99999999999}"):
         with pytest.raises(ConfigError, match="too large a pattern"):

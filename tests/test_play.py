@@ -522,6 +522,22 @@ def test_a_suggestion_is_appended_by_a_click_or_key_and_undone(player: Open) -> 
     assert page.find("#undo").is_disabled()
 
 
+def test_a_suggestion_for_another_text_is_not_appended(player: Open) -> None:
+    page = player()
+    page.set(prompt="the light")
+    suggestions(page)
+    page.page.evaluate(
+        """() => {
+            const [button] = element("suggestions").children;
+            button.focus();
+            prompt.value = "the lamp";
+            prompt.dispatchEvent(new InputEvent("input", { bubbles: true }));
+            button.click();
+        }"""
+    )
+    assert page.find("#prompt").input_value() == "the lamp"
+
+
 @pytest.mark.parametrize("block_size", [1, 5, 60])
 def test_suggesting_changes_nothing_that_the_model_writes(player: Open, block_size: int) -> None:
     page = player(block_size=block_size)

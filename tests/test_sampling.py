@@ -386,6 +386,13 @@ def test_the_surprisal_of_a_sample_is_what_the_model_assigns_to_what_was_sampled
     assert half.surprisal == pytest.approx(sample(run, length=1)[0].surprisal)
 
 
+def test_the_surprisal_does_not_depend_on_how_many_steps_are_decoded_ahead(make_run, monkeypatch):
+    run = make_run(TEXT)
+    found = [each.surprisal for each in sample(run, length=60, num_samples=3, seed=1)]
+    monkeypatch.setattr(sampling, "SLICE_SECONDS", 0)  # one by one
+    assert [each.surprisal for each in sample(run, length=60, num_samples=3, seed=1)] == found
+
+
 def test_the_memory_of_a_sampled_character_is_that_of_its_text(make_run, capsys):
     run = make_run(TEXT)
     peaks = []
