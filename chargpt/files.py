@@ -11,6 +11,7 @@ import re
 import secrets
 import shlex
 import stat
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -62,6 +63,25 @@ def entry_names(folder: Path) -> list[str]:
         if is_missing(error):
             return []
         raise
+
+
+def path_of(descriptor: int) -> Path:
+    """Return the present path of an open folder, relative to the working directory if beneath it.
+
+    It raises OSError if the folder is deleted, or the system cannot tell.
+    """
+    if sys.platform == "darwin":
+        import fcntl
+
+        found = os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
+    else:
+        found = os.readlink(f"/proc/self/fd/{descriptor}")
+    path = Path(found)
+    if not os.path.samestat(path.stat(), os.fstat(descriptor)):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), found)
+    with suppress(ValueError):
+        path = path.relative_to(Path.cwd())
+    return path
 
 
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
@@ -185,7 +205,8 @@ def open_regular(path: Path, max_bytes: int) -> IO[bytes]:
         raise ValueError("it is not a regular file")
     if status.st_size > max_bytes:
         raise ValueError(f"it is larger than {max_bytes:,} bytes")
-    return open(path, "rb")
+    no_follow = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | no_follow))
 
 
 def quoted(word: object) -> str:

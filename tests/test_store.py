@@ -21,7 +21,6 @@ import torch
 from conftest import POSIX, REPOSITORY, start_cli
 from saving import CONFIG, TOKENIZER, failing, rewrite, save
 
-from chargpt.config import TextConfig
 from chargpt.errors import DeviceError, RunError, UnreadableError
 from chargpt.files import to_json
 from chargpt.store import checkpoint, metrics
@@ -34,12 +33,11 @@ from chargpt.store.checkpoint import (
 )
 from chargpt.store.folder import RunFolder, find_foreign_file, has_checkpoint
 from chargpt.store.listing import list_runs
-from chargpt.store.metrics import MetricsLog
+from chargpt.store.metrics import MetricsLog, to_line
 from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.store.tensors import serialize
 from chargpt.store.verify import verify
 from chargpt.text.prepare import load_corpus
-from chargpt.text.source import find_text
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.resume import load_latest
 from chargpt.training.trainer import Trainer
@@ -88,7 +86,8 @@ def test_load_run_takes_best_latest_or_a_step(run: RunFolder) -> None:
 
 def test_pruning_keeps_the_best_the_last_and_what_is_marked_to_be_kept(run: RunFolder) -> None:
     save(run, 1)
-    run.keep(1)
+    with run.kept(1):
+        pass
     for step in range(2, 7):
         save(run, step, best=step == 3)
     assert [step_of(path) for path in list_checkpoints(run.checkpoints)] == [1, 3, 5, 6]
@@ -153,7 +152,7 @@ def test_metrics_of_which_a_full_disk_took_a_part_are_written_with_the_next(run:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == before
     run.metrics.append({"step": 4})
-    assert path.read_text() == "".join(f'{{"step": {step}}}\n' for step in (1, 2, 3, 4))
+    assert path.read_text() == "".join(to_line({"step": step}) for step in (1, 2, 3, 4))
 
 
 def test_a_metrics_write_that_failed_as_a_whole_leaves_no_damage(
@@ -289,11 +288,12 @@ def test_the_same_weights_give_the_same_bytes(run: RunFolder) -> None:
 
 def test_force_renames_the_old_run_and_deletes_nothing(run: RunFolder, notes: list[str]) -> None:
     run_with_best(run)
-    run.keep(1)
+    with run.kept(1):
+        pass
     (run.path / "notes.txt").write_text("precious")
-    with run.locked():
+    with RunFolder(run.path).locked() as new:
         old = sorted(path.relative_to(run.path) for path in run.path.rglob("*"))
-        new = RunFolder(run.path).create(CONFIG, TOKENIZER, replace=True)
+        new.create(CONFIG, TOKENIZER, replace=True)
     aside = run.path.with_name("run.old")
     assert notes == [f"the run that was {run.path} is now {aside}"]
     assert sorted(path.relative_to(aside) for path in aside.rglob("*")) == old
@@ -375,7 +375,7 @@ def test_a_run_whose_checkpoints_are_on_an_unmounted_disk_is_not_replaced(
     run.checkpoints.rmdir()
     run.checkpoints.symlink_to(tmp_path / "not-mounted")
     assert has_checkpoint(run.path)
-    with pytest.raises(RunError, match="continue it with --resume"):
+    with pytest.raises(RunError, match="checkpoints is a symbolic link"):
         RunFolder(run.path).create(CONFIG, TOKENIZER)
 
 
@@ -420,10 +420,8 @@ def test_a_link_in_place_of_a_text_is_not_followed(tmp_path: Path) -> None:
     other.mkdir()
     (other / "tokens.bin").write_bytes(b"somebody's own")
     run.new_text.symlink_to(other)
-    (tmp_path / "text.txt").write_text("some text\n" * 99)
-    settings = TextConfig(path=str(tmp_path / "text.txt"))
-    with run.locked(is_new=True):
-        run.prepare_text(find_text(settings), settings)
+    with pytest.raises(RunError, match="text is a symbolic link"), run.locked(is_new=True):
+        pass
     assert [each.read_bytes() for each in other.iterdir()] == [b"somebody's own"]
 
 
@@ -633,7 +631,8 @@ def test_runs_are_listed_by_their_last_save_and_beside_folders_that_cannot_be_re
     os.utime(run.checkpoints / "step-00000001" / "manifest.json", (1, 1))
     other = RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER)
     save(other, 2)
-    run.keep(1)  # changes the folder of the checkpoint, and saves nothing
+    with run.kept(1):  # changes the folder of the checkpoint, and saves nothing
+        pass
     (tmp_path / "lost+found").mkdir()
     real = os.listdir
 
@@ -665,7 +664,8 @@ def test_a_step_that_cannot_be_saved_again_keeps_its_checkpoint(
             raise OSError(errno.EIO, "Input/output error")
         real(source, target)
 
-    run.keep(1)
+    with run.kept(1):
+        pass
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(OSError, match="Input/output error"):
         save(run, 1, fill=0.25)
@@ -679,7 +679,8 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_nothing(
     run: RunFolder, notes: list[str]
 ) -> None:
     folder = save(run, 1)
-    run.keep(1)
+    with run.kept(1):
+        pass
     aside = folder.with_name(f"{folder.name}.old.tmp")
     folder.rename(aside)  # killed between the two renames
     with run.locked():
@@ -820,17 +821,18 @@ def test_truncating_the_metrics_keeps_lines_that_are_not_of_a_later_step(run: Ru
         "\udcff\udcfe",  # bytes that are not UTF-8
     ],
 )
-def test_hostile_metrics_are_malformed_lines(run: RunFolder, line: str) -> None:
+def test_hostile_metrics_are_damaged_lines(run: RunFolder, line: str) -> None:
     content = f'{line}\n{{"step": 1, "loss": 2.0}}\n'
     (run.path / "metrics.jsonl").write_bytes(os.fsencode(content))
     assert run.metrics.records() == [{"step": 1, "loss": 2.0}]
-    assert run.metrics.problems(1) == [f"{run.path / 'metrics.jsonl'} has malformed lines: 1 of 2"]
+    assert run.metrics.problems(1) == [f"{run.path / 'metrics.jsonl'} has damaged lines: 1 of 2"]
 
 
 def test_a_log_too_long_for_memory_is_thinned_evenly_but_for_its_validations(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chargpt.store.metrics.MAX_RECORDS", 100)
+    n_bytes = 100 * len(to_line({"step": 100, "val_nats_per_char": 1.0}))
+    monkeypatch.setattr("chargpt.store.metrics.MAX_KEPT_BYTES", n_bytes)
     for step in range(1, 1001):
         kind = "val_nats_per_char" if step % 100 == 0 else "loss"
         run.metrics.append({"step": step, kind: 1.0})
@@ -851,7 +853,7 @@ def test_verify_finds_damage_in_the_files_beside_the_checkpoints(run: RunFolder)
     result = verify(run)
     assert result.problems == [
         f"{run.path / 'tokenizer.json'} is not the tokenizer of step-00000003",
-        f"{run.path / 'metrics.jsonl'} has malformed lines: 1 of 2",
+        f"{run.path / 'metrics.jsonl'} has damaged lines: 1 of 2",
         f"{run.path / 'metrics.jsonl'} lacks the training loss of 2 of 3 steps",
     ]
     assert result.notes == [

@@ -50,7 +50,7 @@ def test_a_failed_write_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").touch()
     for step in (1, 2):
         run.record({"step": step, "loss": 1.0})
-    assert (run.has_tensorboard, run.disk_error) == (False, None)
+    assert (run.has_tensorboard, run.errors) == (False, {})
     assert len(RunFolder(tmp_path).metrics.records()) == 2
 
 

@@ -20,12 +20,13 @@ from starting import create_run, resume
 
 import chargpt
 from chargpt.config import Config, TextConfig, load_config
-from chargpt.errors import DeviceError, DivergedError, OperationError, RunError
+from chargpt.errors import DeviceError, DivergedError, OperationError, RunError, UnsavedError
 from chargpt.inference.evaluation import Baselines
 from chargpt.store.checkpoint import RunState
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import load_run
+from chargpt.store.verify import verify
 from chargpt.text.corpus import Corpus, Split, block_offsets
 from chargpt.text.prepare import load_corpus
 from chargpt.training import learner
@@ -400,7 +401,7 @@ def test_training_continues_while_the_disk_is_full_and_saves_again_afterwards(
     trainer = start_trainer(tiny_config(), corpus, tmp_path / "run")
     disk_errors = []
     for report in trainer.steps():
-        disk_errors.append(trainer.writer.disk_error)
+        disk_errors.append(trainer.writer.errors.get("checkpoint"))
         if report.step == 4:
             monkeypatch.setattr(shutil, "disk_usage", lambda _: FULL)
         if report.step == 7:
@@ -456,14 +457,21 @@ def test_after_a_failed_save_the_next_try_is_the_next_due_save(
         list(reports)
 
 
-def test_metrics_lost_after_the_last_checkpoint_are_no_failed_save(
-    corpus: Corpus, tmp_path: Path
+def test_metrics_that_cannot_be_written_are_named_once_and_end_the_training_as_unsaved(
+    corpus: Corpus, tmp_path: Path, notes: list[str]
 ) -> None:
     trainer = start_trainer(tiny_config(), corpus, tmp_path / "run")
-    for report in trainer.steps():
-        if report.step == 12:
-            trainer.writer.disk_error = "No space left on device"
-    assert RunFolder(tmp_path / "run").load("latest").state.step == 12
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.mkdir()  # root may write to a file of any mode
+    with pytest.raises(UnsavedError, match=r"cannot write the metrics of .* \(Is a directory\)"):
+        list(trainer.steps())
+    assert [note.partition(" at step")[0] for note in notes] == [
+        "cannot write the metrics of the run"
+    ]
+    assert trainer.writer.saved_step == 12
+    path.rmdir()
+    assert trainer.save() is not None
+    assert verify(RunFolder(tmp_path / "run")).problems == []
 
 
 def test_a_requested_stop_keeps_the_plan_that_the_checkpoint_was_saved_with(

@@ -82,8 +82,8 @@ def write_report(
     for number, section in enumerate(slow, 1):
         values |= section(run, corpus)
         on_progress(number, len(slow))
-    path = path or run.folder / REPORT
     page = render("report.html", script="report.js", **values)
+    path = path or run.writable_folder().path / REPORT
     write_output(path, page.encode(errors="replace"))
     return path
 

@@ -3,6 +3,7 @@
 import io
 import lzma
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,6 @@ from chargpt.files import read_regular, require_output, write_output
 from chargpt.inference.coding import BYTES_PER_CHARACTER, decode, header_size, read_header
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
-from chargpt.store.folder import RunFolder
 from chargpt.store.run import open_run
 from chargpt.text.source import STDIN, copy_stdin, missing_message
 from chargpt.training.adaptive import AdaptiveDecoder
@@ -53,12 +53,19 @@ def compress(
     """
     open_run(run)
     content = read_input(text, out, force=force)
-    loaded = runs.load_named_run(run, checkpoint, "cpu", mixture=mixture or adaptive)
+    load = partial(runs.load_named_run, run, device="cpu", mixture=mixture or adaptive)
+    loaded = load(checkpoint)
+    folder = loaded.writable_folder()
     encoding = encoding or loaded.config.text.encoding
     decoded, _ = decode(loaded, content, encoding, str(text))
     decoder = partial(AdaptiveDecoder, loaded) if adaptive else None
-    with console.show_progress(runs.unit_of(loaded), "compressed") as on_progress:
+    with (
+        folder.kept(loaded.step) if keep else nullcontext(),
+        console.show_progress(runs.unit_of(loaded), "compressed") as on_progress,
+    ):
         packed = pack(loaded, content, on_progress, unknown or "error", decoder, encoding)
+        if keep:  # training may have deleted it just before
+            load(str(loaded.step))
     runs.warn_of_own_text(loaded, str(text), decoded)
     lost = loaded.tokenizer.find_unknown(decoded)
     runs.say_unknown(loaded, lost, unknown)
@@ -69,10 +76,7 @@ def compress(
     if len(content) <= XZ_BYTES and not lost:
         xz = f"; xz -9: {len(lzma.compress(content, preset=9)):,} bytes"
     write(packed, out, f"{size}{rate}, with {header_size(packed)} bytes of header{xz}", force=force)
-    folder = RunFolder(loaded.folder)
-    if keep:
-        folder.keep(loaded.step)
-    elif not folder.is_kept(loaded.step):
+    if not folder.is_kept(loaded.step):
         console.say(
             f"decompression needs step {loaded.step:,} of {loaded.folder}, which is deleted when "
             "the run is resumed and a better one is found; --keep protects it and its mixture"

@@ -128,7 +128,7 @@ def play(
     """
     options.require_outputs(out)
     loaded = load(run, checkpoint)
-    page = out or loaded.folder / PLAY
+    page = out or loaded.writable_folder().path / PLAY
     write(export_html, loaded, page)
     if page.is_file() and not is_open_descriptor(page):
         address = page.absolute().as_uri()

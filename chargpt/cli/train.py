@@ -264,7 +264,6 @@ def run_steps(session: Session, *, says_resume: bool = True) -> None:
             for report in session.reports(say_stopping, wait_for_space=view.wait_for_space):
                 view.show(report)
     except Stopped as stop:
-        say_lost_metrics(session)
         if stop.is_saved and trainer.finished:
             console.say(f"all steps are done and saved in {session.folder.path}")
         elif stop.is_saved:
@@ -274,10 +273,3 @@ def run_steps(session: Session, *, says_resume: bool = True) -> None:
             console.say(f"stopped without saving; {trainer.last_checkpoint}{again}")
         stop.is_reported = True
         raise
-    say_lost_metrics(session)
-
-
-def say_lost_metrics(session: Session) -> None:
-    """Say if the last metrics are not written, although the checkpoint is saved."""
-    if (error := session.trainer.writer.disk_error) is not None:
-        console.say(f"the last metrics cannot be written ({error})")

@@ -151,7 +151,7 @@ def prune_checkpoints(parent: Path, best_step: int | None, keep_last: int, newes
     with suppress(OSError, RunError):
         older = [path for path in list_checkpoints(parent) if step_of(path) <= step_of(newest)]
         for folder in older[:-keep_last]:
-            if step_of(folder) != best_step and set(entry_names(folder)) <= set(FILES):
+            if step_of(folder) != best_step:
                 commit.discard(folder, FILES)
 
 

@@ -7,7 +7,7 @@ Readers check every byte against the manifest, and read no file that is larger t
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -40,7 +40,7 @@ def commit(folder: Path, files: Mapping[str, Buffers]) -> None:
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     names = (*files, MANIFEST)
     try:
-        temporary.mkdir(parents=True)
+        temporary.mkdir()
         with ThreadPoolExecutor(len(files)) as pool:  # hashing takes longer than writing
             digests = {name: pool.submit(_sha256, chunks) for name, chunks in files.items()}
             for name, chunks in files.items():
@@ -69,9 +69,17 @@ def _sha256(chunks: Buffers) -> str:
     return digest.hexdigest()
 
 
-def discard(folder: Path, names: Iterable[str]) -> None:
-    """Delete a directory, renamed first so that no part of it can be taken for a complete one."""
-    remove(_set_aside(folder), names)
+def discard(folder: Path, names: Collection[str]) -> None:
+    """Delete a directory, renamed first so that no part of it can be taken for a complete one.
+
+    One that holds other files than `names` stays, also if another process has just added it.
+    """
+    if set(entry_names(folder)) <= set(names):
+        aside = _set_aside(folder)
+        if set(entry_names(aside)) <= set(names):
+            remove(aside, names)
+        else:
+            os.rename(aside, folder)
 
 
 def _set_aside(folder: Path) -> Path:

@@ -4,7 +4,8 @@ runs/<name>/config.yaml  tokenizer.json  text/  metrics.jsonl  checkpoints/
             mixture.safetensors  report.html  play.html  tensorboard/  .lock
             .new/                         a start that has not created its run yet
 
-These are the files of a run, by their exact names: nothing else in its folder is ever deleted.
+These are the files of a run, by their exact names: nothing else in its folder is ever deleted, and
+nothing is listed, read, written or deleted through a link in place of one of them.
 """
 
 import errno
@@ -32,6 +33,7 @@ from chargpt.files import (
     is_missing,
     name_pattern,
     open_regular,
+    path_of,
     quoted,
     read_regular,
     sync_directory,
@@ -58,7 +60,7 @@ from chargpt.store.checkpoint import (
     restore_checkpoints,
     write_checkpoint,
 )
-from chargpt.store.commit import MANIFEST
+from chargpt.store.commit import MANIFEST, read_error
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.tensors import serialize
 from chargpt.text import TextProgress
@@ -91,15 +93,31 @@ RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
 
 
 class RunFolder:
-    """The folder of one run: creation, lock, checkpoints and metrics."""
+    """The folder of one run: creation, lock, checkpoints and metrics.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints = path / CHECKPOINTS
-        self.new_text = path / NEW / TEXT  # where a text is prepared before the run is created
+    Attributes:
+        path: of the folder.
+        identity: device and inode of the folder that is written to; None if any at the path is.
+        moved_from: the path at which the folder was locked, once it is no longer there.
+    """
+
+    def __init__(self, path: Path, identity: tuple[int, int] | None = None) -> None:
+        self.path, self.identity = path, identity
+        self.moved_from: Path | None = None
         self.metrics = MetricsLog(path / METRICS)
         self.is_created = False  # by this object
         self._lock = FileLock(path / LOCK)
+        self._descriptor: int | None = None  # of the locked folder
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def new_text(self) -> Path:
+        """The folder in which a text is prepared before the run is created."""
+        return self.path / NEW / TEXT
 
     def require_unused(self, *, replace: bool = False) -> None:
         """Check that a new run may be created here: no run with results, unless `replace`.
@@ -113,11 +131,18 @@ class RunFolder:
             return
         if not path.is_dir():
             raise RunError(f"{path} is a file; name another folder with --out")
+        require_no_links(path)
         foreign = find_foreign_file(path)
         if foreign is not None and not is_run(path):
             raise RunError(
                 f"{path} exists and holds {foreign!r}, which no run writes; name another folder "
                 "with --out"
+            )
+        names = entry_names(path)
+        if not replace and CONFIG in names and CHECKPOINTS not in names:
+            raise RunError(
+                f"{path} is a run whose folder {CHECKPOINTS} is missing; restore it (is its disk "
+                "mounted?), or rename the run and start a new one with --force"
             )
         if not replace and (has_results(path) or foreign is not None):
             raise RunError(
@@ -134,7 +159,7 @@ class RunFolder:
         for `prepare_text` to go on with. Other ranks than 0 lock and write nothing.
 
         Raises:
-            RunError: another process holds the lock, or the folder cannot be written.
+            RunError: another process holds the lock, the folder cannot be written, or holds a link.
         """
         if not is_main_rank():
             yield self
@@ -143,15 +168,17 @@ class RunFolder:
         try:
             if is_new:
                 self.path.mkdir(parents=True, exist_ok=True)
+            require_no_links(self.path)
             self._acquire()
         except OSError as error:
             raise self._unwritable(error) from None
         try:
-            is_linked = self.new_text.is_symlink()  # to a folder that is not the run's
-            self._delete_new(keep=() if is_linked else (TEXT,))
+            self._watch()
+            self._delete_new(keep=(TEXT,))
             yield self
         except BaseException:
             with suppress(OSError):
+                self.follow()
                 if (
                     is_new
                     and self.is_created
@@ -161,6 +188,7 @@ class RunFolder:
             raise
         finally:
             with suppress(OSError):
+                self.follow()
                 self._delete_new()
                 if IS_WINDOWS:
                     self._lock.release()
@@ -169,6 +197,36 @@ class RunFolder:
                     if not had_folder:
                         self.path.rmdir()
             self._lock.release()
+            self._close()
+            self.identity = None
+
+    def _watch(self) -> None:
+        """Note which folder is at the path, for `follow`."""
+        self._close()
+        self.identity = identity_of(self.path)
+        if not IS_WINDOWS:  # which renames no folder with an open file, such as the lock
+            with suppress(OSError):
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def follow(self) -> None:
+        """Update the path if the folder was renamed, so that a write reaches no other one.
+
+        Raises:
+            OSError: the folder is gone, there is another at its path, or a link in it.
+        """
+        if self.identity is not None and identity_of(self.path) != self.identity:
+            self.moved_from = self.moved_from or self.path
+            if self._descriptor is None:
+                raise OSError(errno.ESTALE, "it is no longer at its path", str(self.path))
+            self.path = path_of(self._descriptor)
+            self.metrics.path = self.path / METRICS
+        if (link := find_link(self.path)) is not None:
+            raise OSError(errno.ELOOP, f"{link} in it is a link, a pipe or a device")
 
     def _acquire(self) -> None:
         try:
@@ -225,6 +283,9 @@ class RunFolder:
         try:
             # again: another process may have created one since the start
             self.require_unused(replace=replace)
+            self.follow()
+            if self.moved_from is not None:
+                raise RunError(f"{self.moved_from} was renamed to {self.path}; start again")
             if text != self.new_text:
                 self._delete_new()
             (new / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
@@ -263,6 +324,8 @@ class RunFolder:
             self._lock = lock
         elif is_locked:
             self._acquire()
+        if is_locked:
+            self._watch()
         logger.warning(f"the run that was {self.path} is now {old}")
 
     def require_space(self, n_bytes: int) -> None:
@@ -311,6 +374,7 @@ class RunFolder:
             STATE: [state.to_json()],
         }
         self.require_space(sum(len(chunk) for chunks in files.values() for chunk in chunks))
+        self.checkpoints.mkdir(exist_ok=True)
         folder = write_checkpoint(self.checkpoints, state.step, files)
         prune_checkpoints(self.checkpoints, state.best_step, config.train.keep_last, folder)
         return folder
@@ -326,7 +390,8 @@ class RunFolder:
             return {*names} - {name_of(best_step or 0)} if is_outer else {LOCK}
 
         with suppress(OSError):
-            shutil.copytree(self.path, copy.path, ignore=ignore, dirs_exist_ok=True)
+            self.follow()
+            shutil.copytree(self.path, copy.path, True, ignore, dirs_exist_ok=True)  # links as such
         with suppress(OSError):
             copy.metrics.unwritten = self.metrics.unwritten
             copy.metrics.append()
@@ -353,9 +418,29 @@ class RunFolder:
             optimizer={},
         )
 
-    def keep(self, step: int) -> None:
-        """Protect a checkpoint from being deleted as an old one."""
-        write_atomically(self.checkpoints / name_of(step) / KEEP, b"")
+    @contextmanager
+    def kept(self, step: int) -> Iterator[None]:
+        """Protect a checkpoint from deletion in the block, and from then on if it succeeds.
+
+        Raises:
+            RunError: it is gone, or the folder cannot be written.
+        """
+        was_kept = self.is_kept(step)
+        path = self.checkpoints / name_of(step) / KEEP
+        try:
+            write_atomically(path, b"")
+        except OSError as error:
+            raise RunError(
+                f"{path} cannot be written ({error.strerror}); if the run is being trained, try "
+                "again: the checkpoint may have been replaced"
+            ) from None
+        try:
+            yield
+        except BaseException:
+            if not was_kept:
+                with suppress(OSError):
+                    path.unlink()
+            raise
 
     def is_kept(self, step: int) -> bool:
         """Return whether a checkpoint is protected."""
@@ -446,6 +531,58 @@ def link_files(source: Path, target: Path) -> None:
     sync_directory(target)
 
 
+def identity_of(path: Path) -> tuple[int, int] | None:
+    """Return device and inode of the folder at a path; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        if is_missing(error):
+            return None
+        raise
+    return status.st_dev, status.st_ino
+
+
+def find_link(path: Path) -> str | None:
+    """Return the relative path of a link, pipe or device in place of a file or folder of a run."""
+    pending = [""]
+    while pending:
+        parent = pending.pop()
+        try:
+            entries = [*os.scandir(path / parent)]
+        except OSError as error:
+            if is_missing(error):  # a checkpoint, deleted by a training process
+                continue
+            raise
+        for entry in entries:
+            name = parent + entry.name
+            if not RUN_PATHS.fullmatch(name):
+                continue
+            is_junction = getattr(entry, "is_junction", lambda: False)()  # of Windows
+            if entry.is_dir(follow_symlinks=False) and not is_junction:
+                pending.append(f"{name}/")
+            elif not entry.is_file(follow_symlinks=False):
+                return str(name)
+    return None
+
+
+def require_no_links(path: Path) -> None:
+    """Reject a run in whose folder a link, pipe or device is in place of a file or folder of it.
+
+    Raises:
+        UnreadableError: the folder cannot be read now.
+        RunError: there is one.
+    """
+    try:
+        link = find_link(path)
+    except OSError as error:
+        raise read_error(path, error) from None
+    if link is not None:
+        raise RunError(
+            f"{path / link} is a symbolic link, a pipe or a device, which a run may not hold; "
+            "delete it, or put what it stands for in its place"
+        )
+
+
 def is_run(path: Path) -> bool:
     """Return whether a folder is a run, or raise OSError if it cannot be read."""
     names = entry_names(path)
@@ -462,10 +599,19 @@ def is_readable_run(path: Path) -> bool:
         return False
 
 
+def find_runs(parent: Path) -> Iterator[Path]:
+    """Yield the runs in a folder, at most two levels deep, and none within a run."""
+    for path in parent.glob("*"):
+        if is_readable_run(path):
+            yield path
+        else:
+            yield from filter(is_readable_run, path.glob("*"))
+
+
 def is_abandoned(path: Path) -> bool:
     """Return whether a folder holds only what a start that was killed has left."""
     with suppress(OSError, NotImplementedError):  # one that lives has the lock, if there are locks
-        if NEW in {*entry_names(path)} <= {NEW, LOCK}:
+        if NEW in {*entry_names(path)} <= {NEW, LOCK} and find_link(path) is None:
             with FileLock(path / LOCK, timeout=0):
                 return True
     return False
@@ -511,9 +657,10 @@ def _is_tokenizer(path: Path) -> bool:
 def delete_run_files(path: Path, keep: tuple[str, ...] = (LOCK,)) -> None:
     """Delete the files that runs write in a folder, and the folders that are then empty.
 
-    What cannot be deleted remains, and so do the files and folders with the names in `keep`.
+    What cannot be deleted remains, and so do the files and folders with the names in `keep`. The
+    config goes first: without it the rest, after a kill, is no run.
     """
-    for name in _entries(path):
+    for name in sorted(_entries(path), key=lambda name: name != CONFIG):
         entry = path / name
         if name.partition("/")[0] not in keep and RUN_PATHS.fullmatch(name):
             with suppress(OSError):

@@ -18,7 +18,13 @@ from chargpt.store.checkpoint import (
     newest_metadata,
     parse_config,
 )
-from chargpt.store.folder import CHECKPOINTS, LOCK, has_checkpoint, is_readable_run
+from chargpt.store.folder import (
+    CHECKPOINTS,
+    LOCK,
+    find_runs,
+    has_checkpoint,
+    require_no_links,
+)
 from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -55,8 +61,7 @@ def list_runs(parent: Path) -> list[RunSummary]:
 
     One without a checkpoint is as new as its settings.
     """
-    paths = [*parent.glob("*"), *parent.glob("*/*")]
-    found = [summarize(path) for path in paths if is_readable_run(path)]
+    found = [summarize(path) for path in find_runs(parent)]
     return sorted(found, key=_time_of, reverse=True)
 
 
@@ -73,6 +78,7 @@ def summarize(path: Path) -> RunSummary:
     """Return what a run's latest checkpoint says, without reading its tensors, or its settings."""
     checkpoints, state = path / CHECKPOINTS, None
     try:
+        require_no_links(path)
         is_training = is_locked(path)
         if has_checkpoint(path):
             config, tokenizer, state = newest_metadata(checkpoints)

@@ -1,8 +1,13 @@
-"""The metrics log `metrics.jsonl`: one JSON object per line, of numbers and sampled text."""
+"""The metrics log `metrics.jsonl`: one JSON object per line, of numbers and sampled text.
+
+Each line ends with the CRC-32 of the object without it, `crc32`. Those that earlier versions have
+written, at the beginning of a log, have none.
+"""
 
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,13 +15,15 @@ from typing import Any
 
 from chargpt.errors import RunError
 from chargpt.files import open_regular, write_atomically
+from chargpt.log import logger
 from chargpt.store.commit import read_error
 
 VALIDATION = "val_nats_per_char"
 MAX_METRICS_BYTES = 2_000_000_000  # about 100 bytes per step
 MAX_LINE_BYTES = 10_000_000
-MAX_RECORDS = 200_000  # in memory: about 100 MB
+MAX_KEPT_BYTES = 20_000_000  # of the lines of records in memory, which take up to ten times that
 MAX_VALUE = 1e39  # beyond it no float32 is finite
+CHECKSUM = re.compile(rb', "crc32": ([0-9]{1,10})\}.?\Z', re.DOTALL)  # the end of a line
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -38,7 +45,7 @@ class MetricsLog:
         Raises:
             OSError: the write failed; the lines are kept for the next call.
         """
-        self.unwritten += [json.dumps(record) + "\n" for record in records]
+        self.unwritten += [to_line(record) for record in records]
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
             with open(self.path, "a", encoding="utf-8", newline="\n") as file:
@@ -50,27 +57,39 @@ class MetricsLog:
         self.unwritten.clear()
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the records in order, without malformed lines (a crash may cut the last short).
+        """Return the records in order, without damaged lines, whose number is logged.
 
-        Of a log of more than MAX_RECORDS records, every second one is left out, and so on: first
-        only records without a validation loss, if these are enough.
+        Of a log of more than MAX_KEPT_BYTES, every second record is left out, and so on: first only
+        records without a validation loss, if these are enough.
 
         Raises:
             UnreadableError: the system cannot read the file.
             RunError: it is not a regular file, or too large.
         """
-        kept: list[dict[str, Any]] = []
-        every = 1
+        kept: list[tuple[int, dict[str, Any]]] = []  # with the bytes of each
+        n_bytes, every, damaged = 0, 1, 0
         try:
-            for number, line in enumerate(self._lines()):
-                record = parse_record(line)
+            for number, (line, record) in enumerate(self._parsed()):
+                damaged += record is None and is_damage(line)
                 if record is not None and (number % every == 0 or VALIDATION in record):
-                    kept.append(record)
-                if len(kept) == MAX_RECORDS:
+                    kept.append((len(line), record))
+                    n_bytes += len(line)
+                while n_bytes > MAX_KEPT_BYTES and len(kept) > 1:
                     kept, every = _thinned(kept), 2 * every
+                    n_bytes = sum(size for size, _ in kept)
         except OSError as error:
             raise read_error(self.path, error) from None
-        return kept
+        if damaged:
+            logger.warning(f"damaged lines of {self.path}, left out: {damaged:,}")
+        return [record for _, record in kept]
+
+    def _parsed(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+        """Yield the lines with their records, None if damaged."""
+        has_checksums = False
+        for line in self._lines():
+            record = parse_record(line, requires_checksum=has_checksums)
+            has_checksums |= record is not None and CHECKSUM.search(line) is not None
+            yield line, record
 
     def _lines(self) -> Iterator[bytes]:
         """Yield the lines; none if there is no file."""
@@ -89,9 +108,7 @@ class MetricsLog:
         On an OSError or RunError the file is unchanged.
         """
         self.unwritten.clear()
-        kept = (
-            line for line in self._lines() if (parse_record(line) or {"step": 0})["step"] <= step
-        )
+        kept = (line for line, record in self._parsed() if (record or {"step": 0})["step"] <= step)
         # a longer line comes in parts, and only a line that a crash has cut lacks its end
         write_atomically(
             self.path,
@@ -99,29 +116,41 @@ class MetricsLog:
         )
 
     def problems(self, step: int) -> list[str]:
-        """Return a sentence for malformed lines, and one for training steps missing to `step`."""
-        n_lines = malformed = n_steps = last = 0
-        is_cut = False
-        for line in self._lines():
-            if not line.strip():  # a failed write came before
-                continue
-            n_lines += 1
-            record = parse_record(line)
-            is_cut = record is None and not line.endswith(b"\n")  # by a crash
-            malformed += record is None
+        """Return a sentence for damaged lines, and one for training steps missing to `step`."""
+        n_lines = damaged = n_steps = last = 0
+        for line, record in self._parsed():
+            n_lines += bool(line.strip())
+            damaged += record is None and is_damage(line)
             if record is not None and "loss" in record and last < record["step"] <= step:
                 n_steps, last = n_steps + 1, record["step"]
-        malformed -= is_cut
         problems = []
-        if malformed:
-            problems.append(f"{self.path} has malformed lines: {malformed:,} of {n_lines:,}")
+        if damaged:
+            problems.append(f"{self.path} has damaged lines: {damaged:,} of {n_lines:,}")
         if missing := step - n_steps:
             problems.append(f"{self.path} lacks the training loss of {missing:,} of {step:,} steps")
         return problems
 
 
-def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Return the record in a line, or None if it is malformed."""
+def to_line(record: Mapping[str, object]) -> str:
+    """Return the line of a record, with its checksum."""
+    content = json.dumps(record)
+    return f'{content[:-1]}, "crc32": {zlib.crc32(content.encode())}}}\n'
+
+
+def is_damage(line: bytes) -> bool:
+    """Return whether a line without a record is damaged: not empty, nor cut short by a crash."""
+    return bool(line.strip()) and line.endswith(b"\n")
+
+
+def parse_record(line: bytes, *, requires_checksum: bool = False) -> dict[str, Any] | None:
+    """Return the record in a line, without its checksum; None if it is damaged."""
+    end = CHECKSUM.search(line)
+    if end is None and requires_checksum:
+        return None
+    if end is not None:
+        line = line[: end.start()] + b"}"
+        if zlib.crc32(line) != int(end[1]):
+            return None
     try:
         record = json.loads(line)
         is_valid = (
@@ -143,6 +172,6 @@ def _is_valid(key: str, value: object) -> bool:
     return abs(value) < MAX_VALUE
 
 
-def _thinned(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    kept = [r for number, r in enumerate(records) if number % 2 == 0 or VALIDATION in r]
+def _thinned(records: list[tuple[int, dict[str, Any]]]) -> list[tuple[int, dict[str, Any]]]:
+    kept = [r for number, r in enumerate(records) if number % 2 == 0 or VALIDATION in r[1]]
     return kept if len(kept) < 0.75 * len(records) else records[::2]

@@ -2,13 +2,18 @@
 
 `mixture.safetensors` holds the gate's weights. It belongs to one checkpoint, whose step and
 fingerprint it holds. The n-grams are counted again from the run's text: that takes no longer than
-reading all counts would. Files of earlier versions hold the counted tokens themselves.
+reading all counts would. Files of earlier versions hold the counted tokens themselves, and no
+checksum.
 """
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 import torch
@@ -23,6 +28,7 @@ from chargpt.store.folder import MIXTURE_FILE, RunFolder
 from chargpt.store.run import Run, as_run
 from chargpt.text.tokenizer import Tokens
 
+Array = npt.NDArray[Any]
 MAX_BYTES = 4 * MAX_TOKENS + 1_000_000
 MALFORMED = (  # what reading a file raises that is missing, or not of this form
     *(OSError, ValueError, KeyError, TypeError, OverflowError, RuntimeError),
@@ -49,13 +55,21 @@ def save_mixture(run: Run, mixture: Mixture) -> None:
     arrays = {name: tensor.cpu().numpy() for name, tensor in mixture.gate.state_dict().items()}
     arrays["step"] = np.array([run.step])
     arrays["fingerprint"] = np.frombuffer(run.fingerprint(), np.uint8)
+    arrays["sha256"] = _sha256(arrays)
+    folder = run.writable_folder()
     try:
-        write_atomically(run.folder / MIXTURE_FILE, safetensors.numpy.save(arrays))
+        write_atomically(folder.path / MIXTURE_FILE, safetensors.numpy.save(arrays))
     except OSError as error:
         raise RunError(
             f"the mixture of {run.folder} cannot be saved ({error.strerror}); free some "
             "space, then train again"
         ) from None
+
+
+def _sha256(arrays: Mapping[str, Array]) -> Array:
+    """Return the SHA-256 of a file of arrays, (32,)."""
+    content = safetensors.numpy.save(dict(arrays))  # sorted by type and name
+    return np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
 
 
 def _kept_step(run: Run) -> int | None:
@@ -118,6 +132,9 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
         )
     try:
         arrays = safetensors.numpy.load(read_regular(path, MAX_BYTES))
+        checksum = arrays.pop("sha256", None)
+        if checksum is not None and not np.array_equal(checksum, _sha256(arrays)):
+            raise ValueError("it has changed since it was saved")
         step, tokens = arrays.pop("step").item(), arrays.pop("tokens", None)
         fingerprint = arrays.pop("fingerprint")
         if tokens is None:
@@ -126,6 +143,8 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
         is_valid = is_valid and MIXTURE_ORDER <= len(tokens) <= MAX_TOKENS
         if not (is_valid and tokens.max() < run.model.vocab_size):
             raise ValueError("its tokens are not those of the run's text")
+        if any(array.dtype != np.float32 for array in arrays.values()):
+            raise ValueError("a weight of its gate is not of float32")
         gate = Gate()
         gate.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
         if not all(parameter.isfinite().all() for parameter in gate.parameters()):

@@ -15,11 +15,19 @@ from torch import Tensor
 
 from chargpt.config import Config
 from chargpt.device import choose_device, configure, tune_threads
-from chargpt.errors import RunError, TextError, UnreadableError, most_similar
+from chargpt.errors import RunError, TextError, most_similar
 from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.checkpoint import Checkpoint, RunState, last_saved, list_checkpoints
-from chargpt.store.folder import CHECKPOINTS, RunFolder, is_readable_run, is_run
+from chargpt.store.folder import (
+    CHECKPOINTS,
+    RunFolder,
+    find_runs,
+    identity_of,
+    is_readable_run,
+    is_run,
+    require_no_links,
+)
 from chargpt.store.metrics import VALIDATION
 from chargpt.store.tensors import load_weights, serialize
 from chargpt.text.corpus import Corpus
@@ -38,6 +46,7 @@ class Run:
     state: RunState
     notes: tuple[str, ...] = ()  # logged while the run was trained or loaded
     checkpoint: str = ""  # name of the checkpoint's folder
+    identity: tuple[int, int] | None = None  # of the folder: what `RunFolder` writes to
 
     def __repr__(self) -> str:
         size = f"{self.model.num_parameters():,} parameters"
@@ -120,6 +129,22 @@ class Run:
             )
         return folder.read_text(self.config.text, self.tokenizer)
 
+    def writable_folder(self) -> RunFolder:
+        """Return the run's folder, to write to.
+
+        Raises:
+            RunError: it is no longer at its path, or a link in it would be followed.
+        """
+        folder = RunFolder(self.folder, self.identity)
+        try:
+            folder.follow()
+        except OSError as error:
+            raise RunError(
+                f"{self.folder} cannot be written ({error.strerror}); nothing was written: see "
+                "what has happened to it, then try again"
+            ) from None
+        return folder
+
     def texts(self) -> list[Tokens]:
         """Return the tokens of the whole text, all splits; as `corpus` raises.
 
@@ -131,17 +156,18 @@ class Run:
 def newest_run(parent: Path = Path("runs")) -> Path:
     """Return the run under `parent`, at most two levels deep, that saved last; RunError if none."""
     found = []
-    for checkpoints in (*parent.glob(f"*/{CHECKPOINTS}"), *parent.glob(f"*/*/{CHECKPOINTS}")):
-        with suppress(UnreadableError):
-            if list_checkpoints(checkpoints):
-                found.append((last_saved(checkpoints), checkpoints.parent))
+    for path in find_runs(parent):
+        with suppress(RunError):  # it cannot be read, or holds a link
+            require_no_links(path)
+            if list_checkpoints(path / CHECKPOINTS):
+                found.append((last_saved(path / CHECKPOINTS), path))
     if not found:
         raise RunError(f"there is no run under {parent}/ yet; train one with `chargpt train`")
     return max(found)[1]
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """Return a run's folder, or raise RunError."""
+    """Return a run's folder, or raise RunError, also if it holds a link that would be followed."""
     path = Path(path)
     if path.is_file():
         folder = path.parent if is_run(path.parent) else Path("runs", path.stem)
@@ -150,7 +176,8 @@ def open_run(path: str | Path) -> RunFolder:
             "after it where the command takes one"
         )
     if is_run(path):
-        return RunFolder(path)
+        require_no_links(path)
+        return RunFolder(path, identity_of(path))
     what = "there is no folder" if not path.exists() else "there is no run in"
     near = most_similar(path.name, [p.name for p in path.parent.glob("*")])
     inside = [p for p in sorted(path.glob("*")) if is_readable_run(p)]
@@ -184,7 +211,8 @@ def load_run(path: str | Path, checkpoint: str = "best", device: str = "auto") -
     folder = open_run(path)
     with collected_notes() as notes:
         saved = folder.load(checkpoint, optimizer=False)
-    return replace(run_of(saved, device), folder=folder.path, notes=tuple(notes))
+    run = run_of(saved, device)
+    return replace(run, folder=folder.path, identity=folder.identity, notes=tuple(notes))
 
 
 def run_of(saved: Checkpoint, device: str = "auto") -> Run:

@@ -190,7 +190,8 @@ class Session:
             DeviceError: there is not enough memory.
             Stopped: a signal has ended the run, on this rank or another, or came with the last
                 step.
-            UnsavedError: the last checkpoint is not in the run's folder.
+            UnsavedError: the last checkpoint or the metrics are not in the run's folder.
+            RunError: the run's folder was renamed; training has stopped, and it is saved there.
         """
         trainer, group = self.trainer, self.trainer.group
 
@@ -208,7 +209,7 @@ class Session:
                 )
         except UnsavedError:
             with suppress(KeyboardInterrupt, Stopped):  # which end the waiting
-                while (failure := self.trainer.save_failure) is not None:
+                while not self.has_moved and (failure := self.trainer.save_failure) is not None:
                     asked = time.perf_counter()
                     is_retry = wait_for_space(failure)
                     self.trainer.started += time.perf_counter() - asked  # this is no training
@@ -222,6 +223,19 @@ class Session:
         is_caught = is_early and group.all_reduce_any(bool(caught))
         if is_caught or caught:  # maybe on another rank only
             raise Stopped(caught[0] if caught else signal.SIGTERM, is_saved=True)
+        if self.has_moved:
+            message = f"{self.folder.moved_from} was renamed to {self.folder.path} during training"
+            if not trainer.finished:
+                raise RunError(
+                    f"{message}, which stopped at step {trainer.state.step:,} and is saved there; "
+                    f"resume with\n  chargpt train --resume {quoted(self.folder.path)}"
+                )
+            logger.warning(f"{message}; it is saved there")
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the run's folder was renamed or deleted since it was locked."""
+        return self.folder.moved_from is not None
 
     def _save_copy(self, failure: str) -> None:
         """Raise an UnsavedError that names a copy of the run, unless that cannot be written."""
@@ -231,6 +245,8 @@ class Session:
         except OSError:
             return
         trainer.folder = trainer.writer.folder = copy = RunFolder(parent / self.folder.path.name)
+        copy.checkpoints.mkdir(parents=True)
+        trainer.writer.newest = None  # so that it is saved once more
         if trainer.save() is None:
             shutil.rmtree(parent, ignore_errors=True)
             return

@@ -125,10 +125,10 @@ class Trainer:
         self.stopped_by: Literal["deadline", "signal"] | None = None  # before the last step
         if saved is not None:
             self._continue_from(saved, saved.state)
-            if self.writer.disk_error is not None:  # appending now would repeat steps
-                raise RunError(
-                    f"the metrics of the run cannot be continued ({self.writer.disk_error}); check "
-                    "the disk and the permissions, then try again"
+            if (error := self.writer.errors.get("metrics")) is not None:
+                raise RunError(  # appending now would repeat steps
+                    f"the metrics of the run cannot be continued ({error}); check the disk and the "
+                    "permissions, then try again"
                 )
         self.first_step, self.first_config = self.state.step, self.config  # as started or resumed
         self.started = time.perf_counter() - self.state.seconds
@@ -149,19 +149,21 @@ class Trainer:
 
         Raises:
             DivergedError: the loss, a gradient or a weight is not finite.
-            UnsavedError: the last checkpoint, also that of a stop, could not be written.
+            UnsavedError: the last checkpoint, also that of a stop, or the metrics could not be
+                written.
         """
         self.started = time.perf_counter() - self.state.seconds
         self.saved_at = time.perf_counter()
         self.speed_since = self.state.step, self.saved_at
         if pace is not None:
             pace.start(self.config, self.state.step)
-        had_disk_error = False
+        warned_of = set[str]()
         if self.group.is_main and (error := self.learner.capture_error) is not None:
             logger.warning(f"{error}: training works, but a small model trains more slowly")
         try:
             for report in self._reports():
-                stops, now = self.group.agree(should_stop(report), time.perf_counter())
+                has_moved = self.folder is not None and self.folder.moved_from is not None
+                stops, now = self.group.agree(should_stop(report) or has_moved, time.perf_counter())
                 if pace is not None and self.group.world_size > 1:
                     pace.set_time(now)
                 if stops and not self.finished:
@@ -172,13 +174,14 @@ class Trainer:
                 is_last = self.finished or self.stopped_by is not None
                 if is_last:
                     self._finish_saving()
-                error = self.writer.disk_error
-                if error is not None and not had_disk_error and not is_last:
+                errors = self.writer.errors.copy()
+                for what in errors.keys() - warned_of if not is_last else ():
                     logger.warning(
-                        f"cannot write to the run at step {report.step:,} ({error}); "
-                        f"{self.last_checkpoint}; training continues: free some space"
+                        f"cannot write the {what} of the run at step {report.step:,} "
+                        f"({errors[what]}); {self.last_checkpoint}; training continues: free "
+                        "some space or correct the permissions"
                     )
-                had_disk_error = error is not None
+                warned_of = set(errors)
                 report.max_steps = self.config.train.max_steps
                 self._measure_speed(report)
                 yield report
@@ -430,20 +433,25 @@ class Trainer:
 
     @property
     def save_failure(self) -> str | None:
-        """Why the checkpoint of this step could not be written, in a phrase; None if it was."""
-        step, error = self.state.step, self.writer.disk_error
-        if self.folder is None or error is None or self.writer.saved_step == step:
-            return None
-        return f"cannot save step {step:,} of {self.folder.path} ({error})"
+        """Why the checkpoint of this step or the metrics could not be written, in a phrase."""
+        step, errors = self.state.step, self.writer.errors
+        if self.folder is not None and "checkpoint" in errors and self.writer.saved_step != step:
+            return f"cannot save step {step:,} of {self.folder.path} ({errors['checkpoint']})"
+        if self.folder is not None and "metrics" in errors:
+            return f"cannot write the metrics of {self.folder.path} ({errors['metrics']})"
+        return None
 
     def _require_saved(self) -> None:
-        """Raise an UnsavedError if the checkpoint of the last step could not be written."""
+        """Raise an UnsavedError if the last checkpoint or metrics could not be written."""
         if self.folder is None or (failure := self.save_failure) is None:
             return
         again = "train again"
         if self.writer.saved_step is not None:
             again = f"resume with\n  chargpt train --resume {quoted(self.folder.path)}"
-        raise UnsavedError(f"{failure}; {self.last_checkpoint}; free some space, then {again}")
+        raise UnsavedError(
+            f"{failure}; {self.last_checkpoint}; free some space or correct the permissions, then "
+            f"{again}"
+        )
 
     @property
     def last_checkpoint(self) -> str:

@@ -27,7 +27,8 @@ class RunWriter:
 
     Attributes:
         newest: folder of the newest checkpoint; None before the first.
-        disk_error: why the last write failed; None once a checkpoint is saved again.
+        errors: why the last write of the metrics, the checkpoint or the config failed, by these
+            names; none once one succeeds.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -41,7 +42,7 @@ class RunWriter:
                 "pip install '.[track]' in chargpt's folder, or leave the setting out"
             )
         self.newest: Path | None = None
-        self.disk_error: str | None = None
+        self.errors: dict[str, str] = {}
         self.step = 0  # of the last record
         self.tensorboard: Any = None  # writer of TensorBoard's files
         self.executor = ThreadPoolExecutor(1)  # starts with the first save from a GPU
@@ -52,9 +53,9 @@ class RunWriter:
         """Append records to the metrics, and those whose earlier write failed."""
         if self.folder is None:
             return
-        with self._tolerate_disk_errors():
+        with self._writing("metrics"):
             self.folder.metrics.append(*records)
-        if self.has_tensorboard and records:
+        if self.has_tensorboard and records and not self.errors:
             try:
                 self._add_to_tensorboard(self.folder.path / TENSORBOARD, *records)
             except OSError:  # metrics.jsonl holds the same records
@@ -78,7 +79,7 @@ class RunWriter:
     def write_config(self, config: Config) -> None:
         """Replace the run's config."""
         if self.folder is not None:
-            with self._tolerate_disk_errors():
+            with self._writing("config"):
                 self.folder.write_config(config)
 
     def save(
@@ -96,7 +97,7 @@ class RunWriter:
         )
 
         def save_or_note_error() -> None:
-            with self._tolerate_disk_errors():
+            with self._writing("checkpoint"):
                 self.newest = save(
                     config=config,
                     tokenizer=tokenizer,
@@ -104,7 +105,7 @@ class RunWriter:
                     model=model,
                     optimizer=optimizer,
                 )
-                self.disk_error, self._saved = None, state
+                self._saved = state
 
         if is_on_cpu:
             save_or_note_error()
@@ -133,7 +134,7 @@ class RunWriter:
         self.newest, step = checkpoint, step_of(checkpoint)
         if self.folder is None:
             return
-        with self._tolerate_disk_errors():
+        with self._writing("metrics"):
             self.folder.metrics.truncate_after(step)
         self.close()
         self.step = step
@@ -145,8 +146,13 @@ class RunWriter:
             self.tensorboard = None
 
     @contextlib.contextmanager
-    def _tolerate_disk_errors(self) -> Iterator[None]:
+    def _writing(self, what: str) -> Iterator[None]:
+        """Note an error of the disk in the block, also if the folder is no longer the run's."""
+        assert self.folder is not None
         try:
+            self.folder.follow()
             yield
         except OSError as error:
-            self.disk_error = error.strerror or str(error)
+            self.errors[what] = error.strerror or str(error)
+        else:
+            self.errors.pop(what, None)

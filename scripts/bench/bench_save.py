@@ -59,7 +59,7 @@ def main() -> None:
 
         def save_ours() -> None:
             trainer.state = dataclasses.replace(trainer.state, step=trainer.state.step + 1)
-            assert trainer.save() is not None, trainer.writer.disk_error
+            assert trainer.save() is not None, trainer.writer.errors
 
         ways: dict[str, Callable[[], None]] = {
             "plain": save_plainly,
