@@ -356,7 +356,7 @@ def test_a_run_is_evaluated_on_the_text_it_was_trained_on_and_reads_no_other(mak
     (tmp_path / "sea.txt").write_text(TEXT.replace("sea", "ash") + "!?")
     assert evaluate(run) == before
     shutil.rmtree(tmp_path / "text")
-    with pytest.raises(RunError, match="trained by an earlier version of chargpt"):
+    with pytest.raises(RunError, match="an earlier version of chargpt has trained"):
         evaluate(run)
     with pytest.raises(RunError, match="was imported without its text"):
         evaluate(replace(run, state=RunState(run.step)))

@@ -510,9 +510,9 @@ class RunFolder:
         """
         if not self.has_text():
             raise RunError(
-                f"{self.path} was trained by an earlier version of chargpt, which kept texts "
-                "elsewhere; give it the same text, under any name, with `chargpt train TEXT "
-                f"--resume --out {quoted(self.path)}`, which also finishes its steps"
+                f"{self.path} has no text of its own: it was deleted, or an earlier version of "
+                "chargpt has trained the run; give it the same text, under any name, with `chargpt "
+                f"train TEXT --resume --out {quoted(self.path)}`, which also finishes its steps"
             )
         return read_prepared(self.path / TEXT, settings, tokenizer, waits=waits)
 

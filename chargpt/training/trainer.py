@@ -157,7 +157,7 @@ class Trainer:
         self.speed_since = self.state.step, self.saved_at
         if pace is not None:
             pace.start(self.config, self.state.step)
-        warned_of = set[str]()
+        had_errors = False
         if self.group.is_main and (error := self.learner.capture_error) is not None:
             logger.warning(f"{error}: training works, but a small model trains more slowly")
         try:
@@ -175,13 +175,14 @@ class Trainer:
                 if is_last:
                     self._finish_saving()
                 errors = self.writer.errors.copy()
-                for what in errors.keys() - warned_of if not is_last else ():
+                if errors and not had_errors and not is_last:
+                    what, error = next(iter(errors.items()))
                     logger.warning(
-                        f"cannot write the {what} of the run at step {report.step:,} "
-                        f"({errors[what]}); {self.last_checkpoint}; training continues: free "
-                        "some space or correct the permissions"
+                        f"cannot write the {what} of the run at step {report.step:,} ({error}); "
+                        f"{self.last_checkpoint}; training continues: free some space or correct "
+                        "the permissions"
                     )
-                warned_of = set(errors)
+                had_errors = bool(errors)
                 report.max_steps = self.config.train.max_steps
                 self._measure_speed(report)
                 yield report
@@ -445,13 +446,16 @@ class Trainer:
         """Raise an UnsavedError if the last checkpoint or metrics could not be written."""
         if self.folder is None or (failure := self.save_failure) is None:
             return
+        remedy, saved_step = "free some space or correct the permissions", self.writer.saved_step
+        if saved_step == self.state.step:
+            raise UnsavedError(
+                f"{failure}, so that its curves lack the last steps; its checkpoint of step "
+                f"{saved_step:,} is saved: {remedy} before it is trained on"
+            )
         again = "train again"
-        if self.writer.saved_step is not None:
+        if saved_step is not None:
             again = f"resume with\n  chargpt train --resume {quoted(self.folder.path)}"
-        raise UnsavedError(
-            f"{failure}; {self.last_checkpoint}; free some space or correct the permissions, then "
-            f"{again}"
-        )
+        raise UnsavedError(f"{failure}; {self.last_checkpoint}; {remedy}, then {again}")
 
     @property
     def last_checkpoint(self) -> str:

@@ -1,8 +1,8 @@
 """Everything a training run writes to disk: metrics, config, checkpoints."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,7 @@ class RunWriter:
         """Append records to the metrics, and those whose earlier write failed."""
         if self.folder is None:
             return
-        with self._writing("metrics"):
-            self.folder.metrics.append(*records)
+        self._write("metrics", partial(self.folder.metrics.append, *records))
         if self.has_tensorboard and records and not self.errors:
             try:
                 self._add_to_tensorboard(self.folder.path / TENSORBOARD, *records)
@@ -79,8 +78,7 @@ class RunWriter:
     def write_config(self, config: Config) -> None:
         """Replace the run's config."""
         if self.folder is not None:
-            with self._writing("config"):
-                self.folder.write_config(config)
+            self._write("config", partial(self.folder.write_config, config))
 
     def save(
         self,
@@ -96,21 +94,20 @@ class RunWriter:
             {name: x.detach().cpu() for name, x in part.items()} for part in tensors
         )
 
-        def save_or_note_error() -> None:
-            with self._writing("checkpoint"):
-                self.newest = save(
-                    config=config,
-                    tokenizer=tokenizer,
-                    state=state,
-                    model=model,
-                    optimizer=optimizer,
-                )
-                self._saved = state
+        def save_checkpoint() -> None:
+            self.newest = save(
+                config=config,
+                tokenizer=tokenizer,
+                state=state,
+                model=model,
+                optimizer=optimizer,
+            )
+            self._saved = state
 
         if is_on_cpu:
-            save_or_note_error()
+            self._write("checkpoint", save_checkpoint)
         else:
-            self._pending = self.executor.submit(save_or_note_error)
+            self._pending = self.executor.submit(self._write, "checkpoint", save_checkpoint)
 
     @property
     def saved_step(self) -> int | None:
@@ -134,8 +131,7 @@ class RunWriter:
         self.newest, step = checkpoint, step_of(checkpoint)
         if self.folder is None:
             return
-        with self._writing("metrics"):
-            self.folder.metrics.truncate_after(step)
+        self._write("metrics", partial(self.folder.metrics.truncate_after, step))
         self.close()
         self.step = step
 
@@ -145,13 +141,12 @@ class RunWriter:
             self.tensorboard.close()
             self.tensorboard = None
 
-    @contextlib.contextmanager
-    def _writing(self, what: str) -> Iterator[None]:
-        """Note an error of the disk in the block, also if the folder is no longer the run's."""
+    def _write(self, what: str, write: Callable[[], object]) -> None:
+        """Call `write` and note an error of the disk, also if the folder is no longer the run's."""
         assert self.folder is not None
         try:
             self.folder.follow()
-            yield
+            write()
         except OSError as error:
             self.errors[what] = error.strerror or str(error)
         else:

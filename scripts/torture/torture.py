@@ -70,6 +70,10 @@ ROWS = (
     Row("ownership", "kill_start", 80, "SIGKILL while a run is created: the same command works"),
     Row("ownership", "kill_replacement", 50, "SIGKILL during --force: the old run stays whole"),
     Row("ownership", "special_target", 20, "outputs to devices, links, pipes: written through"),
+    Row("attack", "links", 228, "a link or pipe in a run's folder: every command refuses it"),
+    Row("attack", "bit_flips", 1000, "a bit of any file flipped: seen, or the same numbers"),
+    Row("attack", "moving_folder", 20, "a run renamed or deleted in training: saved, others whole"),
+    Row("attack", "kept_beside_writer", 50, "compress --keep beside a training: decompresses"),
     Row("strings", "hostile_string", 200, "escape sequences in every name: none is printed"),
     Row("strings", "encoding", 40, "locales and encodings: correct, or a one-sentence error"),
     Row(

@@ -1,0 +1,326 @@
+"""Runs from strangers, and folders that change under a training process.
+
+Nothing is followed through a link, what decides a number has a checksum, and a process writes only
+to the folder that it has locked.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import POSIX, Cli, refusal
+from saving import CONFIG, TOKENIZER, save
+
+import chargpt
+from chargpt.errors import RunError, UnsavedError
+from chargpt.inference.scoring import score
+from chargpt.store import commit
+from chargpt.store.checkpoint import FILES
+from chargpt.store.folder import RunFolder
+from chargpt.store.listing import list_runs
+from chargpt.store.run import load_run, newest_run, open_run
+from chargpt.store.verify import verify
+
+pytest_plugins = ["shared_runs"]
+pytestmark = POSIX
+PLACES = (
+    *("config.yaml", "tokenizer.json", "metrics.jsonl", "mixture.safetensors", "report.html"),
+    *("play.html", ".lock", ".new", ".new/text", "text", "text/tokens.bin", "text/meta.json"),
+    *("tensorboard", "tensorboard/events.out.tfevents.1.vm.2.0", ".report.html.0123456789ab.tmp"),
+    *("checkpoints", "checkpoints/best.json", "checkpoints/step-00000001"),
+    *(f"checkpoints/step-00000002/{name}" for name in (*FILES, "keep")),
+    *("checkpoints/step-00000003", "checkpoints/step-00000003.77.tmp"),
+    *("checkpoints/step-00000001.old.tmp", "checkpoints/.best.json.0123456789ab.tmp"),
+)
+QUICK = {
+    "model.n_layer": 1,
+    "model.n_embd": 16,
+    "model.n_head": 1,
+    "model.block_size": 16,
+    "train.max_steps": 400,
+    "train.batch_size": 2,
+    "train.evaluate_every": 100,
+    "train.evaluation_tokens": 50,
+    "train.save_every": 5,
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "runs" / "mine").create(CONFIG, TOKENIZER)
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """Return the content of each file, and the target of each link, below a folder."""
+    found: dict[str, object] = {}
+    for path in folder.rglob("*"):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = os.readlink(path)
+        elif path.is_file() and path.name != ".lock":
+            found[name] = path.read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["a file", "a folder", "the same elsewhere", "nothing", "itself"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_holds_a_link_is_refused_and_the_link_not_followed(
+    place: str, kind: str, run: RunFolder, tmp_path: Path
+) -> None:
+    save(run, 1, best=True)
+    save(run, 2)
+    (run.path / "text").mkdir()
+    victim = tmp_path / "victim"
+    shutil.copytree(run.path, victim / "same")
+    (victim / "file").write_text("precious")
+    path = run.path / place
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    targets = {
+        "a file": victim / "file",
+        "a folder": victim,
+        "the same elsewhere": victim / "same" / place,
+        "nothing": victim / "nothing",
+        "itself": path,
+    }
+    path.symlink_to(targets[kind])
+    before = contents(tmp_path)
+
+    def locked() -> None:
+        with run.locked():
+            pass
+
+    uses: tuple[Callable[[], object], ...] = (
+        lambda: load_run(run.path, device="cpu"),
+        lambda: open_run(run.path),
+        locked,
+        lambda: RunFolder(run.path).create(CONFIG, TOKENIZER, replace=True),
+    )
+    for use in uses:
+        with pytest.raises(RunError, match="is a symbolic link, a pipe or a device, which a run"):
+            use()
+    assert [each.status for each in list_runs(run.path.parent)] in (["damaged"], [])
+    with pytest.raises(RunError, match="there is no run under"):
+        newest_run(run.path.parent)
+    with pytest.raises(OSError, match="link"):
+        run.follow()
+    assert contents(tmp_path) == before
+
+
+def test_a_link_of_another_name_in_a_run_stays_and_hinders_nothing(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    (tmp_path / "notes").write_text("precious")
+    (run.path / "notes").symlink_to(tmp_path / "notes")
+    (run.path / "more").symlink_to(tmp_path)
+    save(run, 1)
+    with run.locked():
+        save(run, 2)
+    assert load_run(run.path, "latest", "cpu").step == 2
+    assert [each.run for each in list_runs(tmp_path)] == [run.path]
+    copy = RunFolder(tmp_path / "copy")
+    run.copy_to(copy, 1)
+    assert (copy.path / "notes").is_symlink()
+
+
+def train_until(
+    folder: Path, action: Callable[[], object], text: str, steps: int = 20
+) -> chargpt.Run:
+    """Train into a folder, calling a function once after a number of steps."""
+
+    def on_report(report: Any) -> None:
+        if report.step == steps:
+            action()
+
+    return chargpt.train(text=text, settings=QUICK, out=folder, device="cpu", on_report=on_report)
+
+
+TEXT = "the sea and the light. " * 60
+
+
+@pytest.mark.parametrize("has_other", [False, True])
+def test_a_run_that_is_renamed_while_it_trains_is_saved_there_and_stops(
+    has_other: bool, tmp_path: Path
+) -> None:
+    path, moved = tmp_path / "run", tmp_path / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    other: dict[str, object] = {}
+
+    def move() -> None:
+        path.rename(moved)
+        if has_other:
+            save(RunFolder(path).create(CONFIG, TOKENIZER), 7)
+            other.update(contents(path))
+
+    with pytest.raises(RunError) as stopped:
+        train_until(path, move, TEXT)
+    assert f"{path} was renamed to {moved} during training, which stopped at" in str(stopped.value)
+    assert f"resume with\n  chargpt.train('{moved}', start='resume')" in str(stopped.value)
+    assert contents(path) == other if has_other else not path.exists()
+    assert verify(RunFolder(moved)).problems == []
+    at = load_run(moved, "latest", "cpu").step
+    assert 20 <= at <= 40
+    more = {"train.max_steps": at + 2}
+    assert chargpt.train(moved, settings=more, start="resume", device="cpu").folder == moved
+
+
+def test_a_run_that_is_deleted_while_it_trains_is_saved_as_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path = tmp_path / "run"
+    with pytest.raises(UnsavedError, match=r"\(No such file or directory\); it is saved in") as end:
+        train_until(path, lambda: shutil.rmtree(path), TEXT)
+    assert not path.exists()
+    (copy,) = tmp_path.glob("chargpt-*/run")
+    assert f"chargpt.train('{copy}', start='resume')" in str(end.value)
+    assert load_run(copy, "latest", "cpu").step < 40
+
+
+def test_a_link_put_into_a_run_while_it_trains_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path, victim = tmp_path / "run", tmp_path / "victim"
+
+    def link() -> None:
+        (path / "checkpoints").rename(victim)
+        (path / "checkpoints").symlink_to(victim)
+
+    before: dict[str, object] = {}
+    with pytest.raises(UnsavedError, match="checkpoints in it is a link"):
+        train_until(path, lambda: (link(), before.update(contents(victim))), TEXT)
+    assert contents(victim) == before
+    assert sum("cannot write the" in note for note in notes) == 1
+
+
+def test_a_run_without_its_checkpoints_is_not_begun_anew(
+    cli: Cli, verse: Path, tmp_path: Path
+) -> None:
+    words = [word for key, value in QUICK.items() for word in ("-s", f"{key}={value}")]
+    command = ["train", verse, "--out", "r", "--resume", *words, "-s", "train.max_steps=4"]
+    assert cli(*command).returncode == 0
+    Path("r/checkpoints").rename("on-a-disk-that-is-not-mounted")
+    before = contents(Path("r"))
+    assert "whose folder checkpoints is missing; restore it" in refusal(cli(*command))
+    assert contents(Path("r")) == before
+    Path("on-a-disk-that-is-not-mounted").rename("r/checkpoints")
+    assert cli(*command[:-1], "train.max_steps=6").returncode == 0
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_every_flipped_bit_of_the_metrics_is_seen_or_changes_no_number(
+    run: RunFolder, notes: list[str]
+) -> None:
+    records = [{"step": 1, "loss": 2.5, "seconds": 0.5}, {"step": 2, "sample": "the\nlight"}]
+    run.metrics.append(*records)
+    intact = run.metrics.path.read_bytes()
+    seen = 0
+    for bit in range(8 * len(intact)):
+        flip(run.metrics.path, bit)
+        found = run.metrics.records()
+        known = [
+            {key: each[key] for key in each.keys() & {"step", "loss", "sample"}} for each in found
+        ]
+        expected = [{key: each[key] for key in each.keys() - {"seconds"}} for each in records]
+        if known != expected:
+            assert notes == [f"damaged lines of {run.metrics.path}, left out: 1"] or (
+                notes == [f"damaged lines of {run.metrics.path}, left out: 2"]
+            )
+            assert run.metrics.problems(1)
+            seen += 1
+        notes.clear()
+        run.metrics.path.write_bytes(intact)
+    assert seen > 0.9 * 8 * len(intact)
+
+
+def test_lines_of_earlier_versions_have_no_checksum_and_later_ones_must(run: RunFolder) -> None:
+    run.metrics.path.write_text('{"step": 1, "loss": 3.0}\n')
+    run.metrics.append({"step": 2, "loss": 2.0})
+    assert [record["loss"] for record in run.metrics.records()] == [3.0, 2.0]
+    with open(run.metrics.path, "a") as file:
+        file.write('{"step": 3, "loss": 1.0}\n')
+    assert [record["loss"] for record in run.metrics.records()] == [3.0, 2.0]
+    assert "damaged lines: 1 of 3" in " ".join(run.metrics.problems(2))
+
+
+def test_every_flipped_bit_of_a_mixture_is_seen_or_changes_no_number(
+    mixed_run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(mixed_run, tmp_path / "run")
+    path = tmp_path / "run" / "mixture.safetensors"
+
+    def losses() -> object:
+        mixed = chargpt.with_mixture(load_run(tmp_path / "run", device="cpu"))
+        return score(mixed, "the sea and the light").bits_per_char
+
+    intact, expected = path.read_bytes(), losses()
+    errors = []
+    for bit in range(3, 8 * len(intact), len(intact) // 8):
+        flip(path, bit)
+        try:
+            assert losses() == expected
+        except RunError as error:
+            errors.append(str(error))
+        path.write_bytes(intact)
+    assert len(errors) > 50
+    assert all("cannot be used" in error or "is that of step" in error for error in errors)
+
+
+def test_a_checkpoint_that_is_kept_while_it_is_being_deleted_stays(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = commit._set_aside
+
+    def keep_first(folder: Path) -> Path:
+        if folder.name == "step-00000001":
+            with run.kept(1):
+                pass
+        return real(folder)
+
+    for step in (1, 2):
+        save(run, step)
+    monkeypatch.setattr(commit, "_set_aside", keep_first)
+    for step in (3, 4):
+        save(run, step)
+    assert run.load("1").state.step == 1
+    assert run.is_kept(1)
+
+
+def test_compress_keeps_the_checkpoint_before_it_compresses(
+    cli: Cli, mixed_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import chargpt.cli.compress as command
+
+    shutil.copytree(mixed_run, "r")
+    Path("t.txt").write_text("the sea")
+    step = load_run("r", device="cpu").step
+    real, seen = command.pack, []
+
+    def pack(*arguments: Any) -> bytes:
+        seen.append(RunFolder(Path("r")).is_kept(step))
+        if len(seen) == 1:
+            return bytes(real(*arguments))
+        (Path("r") / "mixture.safetensors").unlink()  # as if it had been replaced
+        return bytes(real(*arguments))
+
+    monkeypatch.setattr(command, "pack", pack)
+    for number in (1, 2):
+        done = cli("compress", "r", "t.txt", f"{number}.cgpt", "--keep", "--mixture")
+        assert (done.returncode == 0) == (number == 1), done.stderr
+        assert Path(f"{number}.cgpt").exists() == (number == 1)
+        with contextlib.suppress(FileNotFoundError):
+            (Path("r") / "checkpoints" / f"step-{step:08d}" / "keep").unlink()
+    assert seen == [True, True]
+    assert not RunFolder(Path("r")).is_kept(step)
