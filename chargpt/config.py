@@ -29,7 +29,7 @@ from pydantic import (
     model_validator,
 )
 
-from chargpt.errors import ConfigError, most_similar
+from chargpt.errors import ConfigError, most_similar, reason_of
 from chargpt.files import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml, quoted
 
 RESERVED = tuple("%@`#*,]}")  # no YAML value begins with these
@@ -732,7 +732,9 @@ def read_config_tree(
         with open(path, encoding="utf-8-sig") as file:
             text = file.read(MAX_YAML_CHARACTERS + 1)  # parse_yaml rejects more
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text ({error}); name another") from None
+        raise ConfigError(
+            f"{path} cannot be read as UTF-8 text ({reason_of(error)}); name another"
+        ) from None
     return parse_yaml(text, str(path))
 
 

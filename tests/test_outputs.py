@@ -1,5 +1,6 @@
 """What commands write and print: files of others, devices, links, encodings, control characters."""
 
+import errno
 import json
 import os
 import re
@@ -9,21 +10,29 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from conftest import REPOSITORY, Cli, refusal, run_here, skip_on_windows, start_cli
+from PIL import Image
+from saving import failing
 
+from chargpt.analysis import plots
+from chargpt.analysis.page import encoded, render
 from chargpt.cli import console, tables
 from chargpt.distributed import is_main_rank, world_size
-from chargpt.errors import ConfigError, DeviceError, OperationError, TextError
-from chargpt.files import write_output
+from chargpt.errors import ConfigError, DeviceError, OperationError, TextError, reason_of
+from chargpt.files import MARK, is_unchanged_output, place, with_digest, write_new, write_output
 
 TINY = (
     "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=1 -s model.n_embd=16 "
     "-s model.block_size=16 --device cpu -s dtype=float32"
 ).split()
-PAGE = b'<meta name="generator" content="chargpt">'
+PAGE = with_digest(f'<meta name="generator" content="{MARK}">'.encode())
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -39,6 +48,121 @@ def test_only_a_file_of_ours_is_overwritten(tmp_path: Path) -> None:
     assert path.read_text() == "a novel"
     write_output(path, PAGE, force=True)
     assert path.read_bytes() == PAGE
+
+
+def write_ours(path: Path) -> None:
+    """Write a page or a plot as the commands do."""
+    if path.suffix == ".html":
+        page = render("explain.html", title="content=", version="1", sections=[])
+        write_output(path, encoded(page))
+    else:
+        plots.save(plots.loss_curves({"gpt": [(0, 4.0), (9, 2.0)]}, {}, "novel"), path)
+
+
+@pytest.mark.parametrize("name", ["page.html", "plot.svg", "plot.png"])
+def test_a_page_or_plot_is_replaced_until_somebody_edits_it(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    for _ in range(2):
+        write_ours(path)
+    written = path.read_bytes()
+    assert is_unchanged_output(written)
+    if path.suffix == ".png":
+        with Image.open(path) as image:
+            image.verify()  # the CRC of every chunk
+    middle, zeros = len(written) // 2, MARK.encode()
+    mark = re.search(rb"chargpt sha256:\w{64}", written)
+    assert mark is not None
+    for edited in (
+        *(b" " + written, written + b" ", written[:-1]),
+        written[:middle] + bytes([written[middle] ^ 1]) + written[middle + 1 :],
+        written.replace(mark[0], zeros),
+        written.replace(mark[0], b"chargpt"),  # as earlier versions marked theirs
+    ):
+        path.write_bytes(edited)
+        assert not is_unchanged_output(edited)
+        with pytest.raises(ConfigError, match=r"edited or is of an earlier version; name another"):
+            write_ours(path)
+        assert path.read_bytes() == edited
+    path.write_bytes(b"")
+    write_ours(path)
+    assert path.read_bytes() == written
+
+
+def test_a_page_that_only_names_chargpt_is_somebodys_own(tmp_path: Path) -> None:
+    for content in (
+        '<meta name="description" content="chargpt, a review">',
+        f'<meta name="generator" content="{MARK}">my own',
+        "model,seed,nats_per_char,my notes",
+    ):
+        (tmp_path / "blog.html").write_text(content)
+        with pytest.raises(ConfigError, match="was not made by chargpt"):
+            write_ours(tmp_path / "blog.html")
+        assert (tmp_path / "blog.html").read_text() == content
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_of_many_writers_one_gets_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, has_links: bool
+) -> None:
+    if not has_links:
+        monkeypatch.setattr("os.link", failing(errno.EPERM))
+    sources = [tmp_path / str(i) for i in range(8)]
+    for source in sources:
+        if kind == "folder":
+            source.mkdir()
+        (source / "x" if kind == "folder" else source).write_text(source.name)
+    path, start = tmp_path / "name", threading.Barrier(len(sources))
+
+    def try_to_place(source: Path) -> str:
+        start.wait()
+        with suppress(ConfigError):
+            place(source, path)
+            return source.name
+        return ""
+
+    with ThreadPoolExecutor(len(sources)) as pool:
+        [winner] = filter(None, pool.map(try_to_place, sources))
+    assert (path / "x" if kind == "folder" else path).read_text() == winner
+
+
+@pytest.mark.parametrize("write", [write_new, write_output])
+def test_a_file_that_is_made_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., None]
+) -> None:
+    path, sync = tmp_path / "a.html", os.fsync
+    monkeypatch.setattr("os.fsync", lambda number: (sync(number), path.write_text("my own")))
+    with pytest.raises(ConfigError, match=r"a\.html exists"):
+        write(path, PAGE)
+    assert path.read_text() == "my own"
+    assert os.listdir(tmp_path) == ["a.html"]
+    with pytest.raises(ConfigError, match=r"a\.html exists"):
+        write(path, PAGE)
+    monkeypatch.undo()
+    write(path, PAGE, force=True)
+    assert path.read_bytes() == PAGE
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError(errno.ENOSPC, None), "No space left on device"),
+        (OSError("a library's\nown words"), "a library's own words"),
+        (OSError(None, None), "OSError"),
+        (TimeoutError(), "TimeoutError"),
+        (ValueError("it is larger than 3 bytes"), "it is larger than 3 bytes"),
+    ],
+)
+def test_every_error_has_a_reason(
+    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reason_of(error) == reason
+    if isinstance(error, OSError):
+        monkeypatch.setattr("os.fsync", Mock(side_effect=error))
+        with pytest.raises(ConfigError) as caught:
+            write_output(tmp_path / "a", b"")
+        assert f"a cannot be written ({reason}); name another" in str(caught.value)
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no /dev/shm")

@@ -8,6 +8,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from chargpt.files import MARK, with_digest
+
 PAGES = Path(__file__).parent / "pages"
 
 
@@ -38,5 +40,10 @@ def render(
     source = f"'sha256-{digest}'" if code else "'none'"
     template = pages.get_template(name)
     return template.render(
-        script=Markup(code), script_source=Markup(source), policy=policy, **values
+        mark=MARK, script=Markup(code), script_source=Markup(source), policy=policy, **values
     )
+
+
+def encoded(page: str) -> bytes:
+    """Return what `render` returned as the content of a file, with its digest."""
+    return with_digest(page.encode(errors="replace"))

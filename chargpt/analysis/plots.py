@@ -21,7 +21,7 @@ import numpy.typing as npt
 from markupsafe import Markup
 
 from chargpt.errors import ConfigError
-from chargpt.files import write_output
+from chargpt.files import MARK, with_digest, write_output
 from chargpt.log import logger
 from chargpt.text.display import display_text, graphemes
 
@@ -59,8 +59,10 @@ def save(figure: "Figure", path: Path) -> None:
     """
     is_png = path.suffix == ".png"
     missing = set_fallback_fonts(figure) if is_png else ""
-    metadata = {"Software": "chargpt"} if is_png else {"Date": None, "Title": "chargpt"}
-    write_output(path, _rendered(figure, format=path.suffix[1:], dpi=130, metadata=metadata))
+    own = {"Date": None, "Title": "chargpt", "Identifier": MARK}
+    metadata = {"Software": MARK} if is_png else own
+    content = _rendered(figure, format=path.suffix[1:], dpi=130, metadata=metadata)
+    write_output(path, with_digest(content))
     if missing:
         logger.warning(
             f"{path}: no installed font has {' '.join(missing)}, so boxes stand for them; install "

@@ -20,9 +20,9 @@ from chargpt.analysis.explain import (
     describe_layers,
     typical_line,
 )
-from chargpt.analysis.page import render
+from chargpt.analysis.page import encoded, render
 from chargpt.analysis.result import MIXTURE_LABEL, RunScores, evaluate_run, summarize
-from chargpt.files import quoted, write_output
+from chargpt.files import quoted, require_output, write_output
 from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.generation import PLAIN, sample
 from chargpt.models.gpt import GPT
@@ -67,6 +67,8 @@ def write_report(
         TextError: the run's text is not available.
         ChargptError: the page cannot be written.
     """
+    path = path or run.folder / REPORT
+    require_output(path)
     corpus = corpus or run.corpus()
     scores = scores or evaluate_run(run, corpus, mixture_run=find_mixture_run(run))
     records = RunFolder(run.folder).metrics.records()
@@ -82,9 +84,7 @@ def write_report(
     for number, section in enumerate(slow, 1):
         values |= section(run, corpus)
         on_progress(number, len(slow))
-    path = path or run.folder / REPORT
-    page = render("report.html", script="report.js", **values)
-    write_output(path, page.encode(errors="replace"))
+    write_output(path, encoded(render("report.html", script="report.js", **values)))
     return path
 
 

@@ -27,7 +27,7 @@ from chargpt.cli.main import catch_signals
 from chargpt.cli.train import LABEL, describe_plan, run_steps
 from chargpt.config import parse_override, shipped_configs, split_values
 from chargpt.errors import ConfigError, Stopped
-from chargpt.files import quoted, write_output
+from chargpt.files import quoted, require_new_output, write_new
 from chargpt.store.folder import is_readable_run, is_run
 from chargpt.training.start import Request, Session
 
@@ -106,7 +106,9 @@ def compare(
     """
     if plot is not None:
         plots.require_suffix(plot)
-    options.require_outputs(plot, csv_)
+    options.require_outputs(plot or (out and plot_in(out, is_ladder=ladder)))
+    if csv_ not in (None, STDOUT):
+        require_new_output(csv_)
     if json_ and csv_ == STDOUT:
         raise ConfigError("--json and --csv - both print on stdout; name a file for the CSV")
     words = {word.partition("=")[0].strip(): split_values(word) for word in set_ or ()}
@@ -216,7 +218,7 @@ def say_stopped(folder: Path, request: Request) -> None:
 def show(result: Comparison, plot: Path | None, csv_: Path | None, *, json_: bool) -> None:
     """Draw the plot and write the CSV, and print the table, unless stdout is that of the data."""
     if plot is None and result.folder is not None:
-        plot = result.folder / ("ladder.svg" if isinstance(result, Ladder) else "curves.svg")
+        plot = plot_in(result.folder, is_ladder=isinstance(result, Ladder))
     if plot is not None:
         if isinstance(result, Ladder):
             figure = plots.ladder(result)
@@ -250,16 +252,22 @@ def show(result: Comparison, plot: Path | None, csv_: Path | None, *, json_: boo
             console.out(f"  chargpt sample {quoted(row.run)}")
 
 
+def plot_in(folder: Path, *, is_ladder: bool) -> Path:
+    """Return the path of the plot in the folder of a comparison."""
+    return folder / ("ladder.svg" if is_ladder else "curves.svg")
+
+
 def write_csv(result: Comparison, path: Path) -> None:
     """Write a row for each run and baseline, with the keys of `--json`."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(row.as_dict() for row in result.rows)
+    content = text.getvalue().encode(errors="replace")  # a run's name may be no Unicode
     if path == STDOUT:
-        console.out_text(text.getvalue())
+        console.out_text(content.decode())
     else:
-        write_output(path, text.getvalue().encode())
+        write_new(path, content)
 
 
 def print_conclusions(result: Comparison) -> None:

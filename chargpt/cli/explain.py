@@ -12,7 +12,7 @@ from chargpt import __version__
 from chargpt.analysis import explain as explanation
 from chargpt.analysis import plots
 from chargpt.analysis.explain import AttentionMaps, Section, Subject, Table, choose_subject
-from chargpt.analysis.page import render
+from chargpt.analysis.page import encoded, render
 from chargpt.cli import console, options, runs, tables
 from chargpt.errors import ConfigError, RunError
 from chargpt.files import is_open_descriptor, write_output
@@ -72,7 +72,7 @@ def explain(
     if html is not None:
         title = f"Attention, on {subject.corpus.name}"
         page = render("explain.html", title=title, version=__version__, sections=sections)
-        write_output(html, page.encode(errors="replace"))
+        write_output(html, encoded(page))
         if is_open_descriptor(html):  # stdout holds the page
             return
     if json_:

@@ -26,7 +26,7 @@ from chargpt.cli import console, runs
 from chargpt.cli.main import handling, hang_up
 from chargpt.config import Config, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, Stopped, TextError
-from chargpt.files import require_new, write_output
+from chargpt.files import write_new, writing
 from chargpt.inference.generation import stream_run
 from chargpt.inference.sampling import Piece
 from chargpt.inference.selection import Sample, new_sample
@@ -210,7 +210,7 @@ class Writer:
         self.counts = {"suggestions": 5, "ahead": 2}
         self.suggestions: list[Suggestion] | None = None  # None: not computed for this text yet
         self.excluded: list[str] = []  # suggestions that were shown before
-        self.saved: list[Path] = []
+        self.saved: dict[Path, bytes] = {}  # the last one last
         self.commands = {
             "help": lambda _: console.say(HELP),
             "undo": self.undo,
@@ -348,15 +348,17 @@ class Writer:
         self.show(len(self.text))
 
     def save(self, name: str = "") -> None:
-        """Write the text to a file; it may replace what was saved there before."""
+        """Write the text to a file; it may replace what was saved there before and is unchanged."""
         if not name and not self.saved:
             raise ConfigError("no file is named; name one, as in /save story.txt")
-        path = Path(name).expanduser().absolute() if name else self.saved[-1]
-        if path not in self.saved:
-            require_new(path)
+        path = Path(name).expanduser().absolute() if name else next(reversed(self.saved))
         text = self.text.removesuffix(self.run.tokenizer.eos_token or "\0")
-        write_output(path, text.encode(errors="replace"), force=True)
-        self.saved.append(path)
+        before, content = self.saved.get(path), text.encode(errors="replace")
+        with writing(path):
+            is_ours = before is not None and path.is_file() and path.read_bytes() == before
+        write_new(path, content, force=is_ours or None)
+        self.saved.pop(path, None)
+        self.saved[path] = content
         console.say(f"{console.characters(len(text))} written to {path}")
 
     def set_count(self, name: str, value: str) -> None:

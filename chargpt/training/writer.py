@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, reason_of
 from chargpt.store.checkpoint import RunState, step_of
 from chargpt.store.folder import TENSORBOARD, RunFolder
 from chargpt.text.tokenizer import CharTokenizer
@@ -149,4 +149,4 @@ class RunWriter:
         try:
             yield
         except OSError as error:
-            self.disk_error = error.strerror or str(error)
+            self.disk_error = reason_of(error)
