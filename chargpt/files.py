@@ -28,6 +28,7 @@ IS_WINDOWS = os.name == "nt"  # which moves and deletes no open or mapped file
 INVALID_NAME = 123  # Windows' error for a path that cannot exist, such as a pattern
 MAX_YAML_CHARACTERS = 200_000  # the parser takes seconds for a megabyte
 MAX_NUMBER_CHARACTERS = 100  # of YAML
+UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\udc80-\udcff]")  # in a shell's word
 HEAD_BYTES = 4096  # of a page or plot, which hold its mark
 NO_DIGEST = 64 * "0"
 MARK = f"chargpt sha256:{NO_DIGEST}"  # which `with_digest` completes
@@ -291,10 +292,20 @@ def open_regular(path: Path, max_bytes: int) -> IO[bytes]:
 
 
 def quoted(word: object) -> str:
-    """Return a word of a command to copy, quoted for the shell of this system."""
-    if not IS_WINDOWS:
+    """Return a word of a command to copy, quoted for the shell of this system.
+
+    Control characters and bytes that are no Unicode are written as bash and zsh read them.
+    """
+    if not IS_WINDOWS and not UNPRINTABLE.search(str(word)):
         return shlex.quote(str(word))
+    if not IS_WINDOWS:
+        escaped = re.sub(r"[\\']", r"\\\g<0>", str(word))
+        return f"$'{UNPRINTABLE.sub(_in_hexadecimal, escaped)}'"
     return str(word) if re.fullmatch(r"[\w@%+=:,./\\-]+", str(word)) else f'"{word}"'
+
+
+def _in_hexadecimal(found: re.Match[str]) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(found[0]))
 
 
 def parse_json(content: bytes | str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from chargpt.files import MARK, with_digest
+from chargpt.text.display import printable
 
 PAGES = Path(__file__).parent / "pages"
 
@@ -18,7 +19,8 @@ def render(
 ) -> str:
     """Return the page that a template makes of some values.
 
-    Strings among them are HTML-escaped; only `Markup` stands as HTML.
+    Strings among them are HTML-escaped, with control characters as signs; only `Markup` stands as
+    HTML.
     The page's policy (Content-Security-Policy) forbids all fetching, and every script but the
     named one.
 
@@ -33,6 +35,7 @@ def render(
         loader=FileSystemLoader([folder, PAGES]),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
     )
     code = "" if script is None else (folder / script).read_text("utf-8")
@@ -42,6 +45,10 @@ def render(
     return template.render(
         mark=MARK, script=Markup(code), script_source=Markup(source), policy=policy, **values
     )
+
+
+def _shown(value: object) -> object:
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def encoded(page: str) -> bytes:

@@ -33,7 +33,7 @@ from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
-from chargpt.text.display import display_text, end_sign, whole_graphemes
+from chargpt.text.display import display_text, end_sign, one_line, whole_graphemes
 from chargpt.text.source import STDIN
 
 MAX_PREDICTED = 30_000  # characters of the validation split behind accuracy and calibration
@@ -92,7 +92,7 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Val
     """Return what was trained, its losses beside the baselines, and the summary."""
     rows, val = scores.rows(run.config.model.kind), scores.evaluations["val"]
     return {
-        "title": f"{run.config.model.kind} on {corpus.name}",
+        "title": one_line(f"{run.config.model.kind} on {corpus.name}"),
         "version": __version__,
         "block_size": val.block_size,
         "scored": scores.scored_on,
@@ -234,7 +234,7 @@ def reproduction(run: Run) -> Values:
             ["device", f"{config.device}, {config.dtype}"],
             ["threads", str(state.threads or "unknown")],
             ["processes", str(state.world_size)],
-            ["text", state.text_name],
+            ["text", one_line(state.text_name)],
             ["key of the text", state.corpus_key or ""],
             ["checkpoint", run.checkpoint],
             ["this page", f"chargpt {__version__}, Python {platform.python_version()}"],

@@ -28,7 +28,9 @@ from chargpt.cli.train import LABEL, describe_plan, run_steps
 from chargpt.config import parse_override, shipped_configs, split_values
 from chargpt.errors import ConfigError, Stopped
 from chargpt.files import quoted, require_new_output, write_new
+from chargpt.store.commit import read_error
 from chargpt.store.folder import is_readable_run, is_run
+from chargpt.text.display import one_line
 from chargpt.training.start import Request, Session
 
 MAX_SAMPLE = 150  # characters of a rung's sample
@@ -179,7 +181,10 @@ def reject_mixed(paths: list[Path], models: str | None) -> None:
 
 def runs_in(path: Path) -> list[Path]:
     """Return the runs in a folder, such as `compare --out` makes; another path itself."""
-    inside = [] if is_run(path) else [each for each in path.glob("*") if is_readable_run(each)]
+    try:
+        inside = [] if is_run(path) else [each for each in path.glob("*") if is_readable_run(each)]
+    except OSError as error:
+        raise read_error(path, error) from None
     return sorted(inside) or [path]
 
 
@@ -191,7 +196,7 @@ def train(
     def run_session(name: str, session: Session) -> None:
         console.say(f"== {name} ==")
         if not isinstance(result, Ladder):  # whose runs differ little
-            console.say(describe_plan(session), hanging=LABEL * " ")
+            console.say(*describe_plan(session), hanging=LABEL * " ")
         run_steps(session, says_resume=False)
 
     loading = console.LoadingProgress()
@@ -258,16 +263,17 @@ def plot_in(folder: Path, *, is_ladder: bool) -> Path:
 
 
 def write_csv(result: Comparison, path: Path) -> None:
-    """Write a row for each run and baseline, with the keys of `--json`."""
+    """Write a row for each run and baseline, with the keys of `--json`; names are printable."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(row.as_dict() for row in result.rows)
-    content = text.getvalue().encode(errors="replace")  # a run's name may be no Unicode
+    for row in result.rows:
+        cells = row.as_dict().items()
+        writer.writerow({k: one_line(v) if isinstance(v, str) else v for k, v in cells})
     if path == STDOUT:
-        console.out_text(content.decode())
+        console.out_text(text.getvalue())
     else:
-        write_new(path, content)
+        write_new(path, text.getvalue().encode())
 
 
 def print_conclusions(result: Comparison) -> None:
@@ -327,7 +333,7 @@ def print_ladder(ladder: Ladder) -> None:
     ]
     if any(len(group.rows) > 1 for group in ladder.groups.values()):
         sentences.append(PLUS_MINUS_OF_SEEDS)
-    console.out_sentence("\n".join(sentences))
+    console.out_sentence(*sentences)
     for name, sample in ladder.samples.items():
         text = " / ".join(sample[:MAX_SAMPLE].split("\n"))
-        console.out_sentence(f"-- {name} --\n{text}")
+        console.out_sentence(f"-- {name} --", text)

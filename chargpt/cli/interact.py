@@ -32,7 +32,7 @@ from chargpt.inference.sampling import Piece
 from chargpt.inference.selection import Sample, new_sample
 from chargpt.inference.suggestions import Suggestion, suggest
 from chargpt.store.run import Run
-from chargpt.text.display import display_text
+from chargpt.text.display import display_text, printable
 
 KEYS = (
     "Type the start of a text and press Enter. While the line is empty: 1 to 9 choose a "
@@ -274,7 +274,7 @@ class Writer:
         words = ["…" * is_rest + display_text(shown.removeprefix(" "), keep_spaces=True)]
         if shown != suggested:
             words.append("(the document ends)")
-        return console.printable(" ".join(filter(None, words)))
+        return printable(" ".join(filter(None, words)))
 
     def change(self, text: str) -> None:
         """Make a text the present one."""

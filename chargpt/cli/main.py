@@ -181,7 +181,7 @@ def check_usage(parent: Any, name: str, *words: str) -> None:
     asks_for_help = {"--help", "-h", "-help"} & set(words[:1] if subcommands else words)
     if asks_for_help or (subcommands and not words):
         if console.terminal_width(sys.stdout) >= HELP_COLUMNS:
-            console.out(page.rstrip())
+            console.write_out(page.rstrip() + "\n")
             raise typer.Exit
     elif not subcommands:
         context = page_command(page).make_context(name, list(words), parent=parent)
@@ -346,7 +346,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         message, code = str(error), error.exit_code
     except ClickException as error:
         if type(error).__name__ == "NoArgsIsHelpError":
-            console.out(error.format_message())
+            console.write_out(error.format_message() + "\n")
             return 0
         message, code = _describe_usage(error, sys.argv), 2
     except (typer.Abort, KeyboardInterrupt):

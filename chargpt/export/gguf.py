@@ -76,7 +76,7 @@ def export_gguf(
         force=force,
     )
     content = modelfile_text(path.name, config.block_size, run.config.sample.temperature)
-    write_atomically(modelfile_path(path), content.encode(), force=force)
+    write_atomically(modelfile_path(path), content.encode(errors="surrogateescape"), force=force)
     return check
 
 

@@ -114,6 +114,7 @@ def page_data(run: Run, weights: dict[str, Tensor]) -> dict[str, Any]:
         "first_continuation_id": tokenizer.first_continuation_id,
         "eos_token_id": tokenizer.eos_token_id if tokenizer.eos_token else None,
         "bos_text": tokenizer.bos_text,
+        "prompt": run.config.sample.prompt,
         "counts": None,
         "bigram": None,
     }

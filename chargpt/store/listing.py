@@ -8,7 +8,7 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from chargpt.errors import ChargptError, UnreadableError
-from chargpt.files import read_regular
+from chargpt.files import entry_names, read_regular
 from chargpt.models import count_parameters
 from chargpt.store.checkpoint import (
     CONFIG,
@@ -18,7 +18,8 @@ from chargpt.store.checkpoint import (
     newest_metadata,
     parse_config,
 )
-from chargpt.store.folder import CHECKPOINTS, LOCK, has_checkpoint, is_readable_run
+from chargpt.store.commit import read_error
+from chargpt.store.folder import CHECKPOINTS, LOCK, NEW, has_checkpoint, is_run
 from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -53,10 +54,16 @@ class RunSummary:
 def list_runs(parent: Path) -> list[RunSummary]:
     """Return the runs in a folder, at most two levels deep, the one saved last first.
 
-    One without a checkpoint is as new as its settings.
+    One without a checkpoint is as new as its settings. A folder that cannot be read may be one.
+
+    Raises:
+        UnreadableError: the folder cannot be read.
     """
-    paths = [*parent.glob("*"), *parent.glob("*/*")]
-    found = [summarize(path) for path in paths if is_readable_run(path)]
+    try:
+        paths = [parent / name for name in entry_names(parent)]
+    except OSError as error:
+        raise read_error(parent, error) from None
+    found = [summarize(path) for path in (*paths, *parent.glob("*/*")) if may_be_run(path)]
     return sorted(found, key=_time_of, reverse=True)
 
 
@@ -69,6 +76,14 @@ def _time_of(summary: RunSummary) -> float:
         return 0.0
 
 
+def may_be_run(path: Path) -> bool:
+    """Return whether a folder is a run, or cannot be read."""
+    try:
+        return path.name != NEW and is_run(path)
+    except OSError:
+        return True
+
+
 def summarize(path: Path) -> RunSummary:
     """Return what a run's latest checkpoint says, without reading its tensors, or its settings."""
     checkpoints, state = path / CHECKPOINTS, None
@@ -76,7 +91,7 @@ def summarize(path: Path) -> RunSummary:
         is_training = is_locked(path)
         if has_checkpoint(path):
             config, tokenizer, state = newest_metadata(checkpoints)
-            saved = datetime.fromtimestamp(last_saved(checkpoints)).astimezone()
+            saved = local_time(last_saved(checkpoints))
         else:
             config = parse_config(read_regular(path / CONFIG, MAX_METADATA_BYTES), path / CONFIG)
             tokenizer = CharTokenizer.load(path / TOKENIZER)
@@ -106,6 +121,14 @@ def summarize(path: Path) -> RunSummary:
         seconds=state.seconds,
         saved=saved,
     )
+
+
+def local_time(seconds: float) -> datetime | None:
+    """Return a time of a file; None if its year has no four digits."""
+    try:
+        return datetime.fromtimestamp(seconds).astimezone()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def is_locked(path: Path) -> bool:
