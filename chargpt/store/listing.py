@@ -7,8 +7,9 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from chargpt.errors import ChargptError, UnreadableError
+from chargpt.errors import ChargptError, UnreadableError, reason_of
 from chargpt.files import entry_names, read_regular
+from chargpt.log import logger
 from chargpt.models import count_parameters
 from chargpt.store.checkpoint import (
     CONFIG,
@@ -54,7 +55,7 @@ class RunSummary:
 def list_runs(parent: Path) -> list[RunSummary]:
     """Return the runs in a folder, at most two levels deep, the one saved last first.
 
-    One without a checkpoint is as new as its settings. A folder that cannot be read may be one.
+    One without a checkpoint is as new as its settings. It logs which folders cannot be read.
 
     Raises:
         UnreadableError: the folder cannot be read.
@@ -63,7 +64,7 @@ def list_runs(parent: Path) -> list[RunSummary]:
         paths = [parent / name for name in entry_names(parent)]
     except OSError as error:
         raise read_error(parent, error) from None
-    found = [summarize(path) for path in (*paths, *parent.glob("*/*")) if may_be_run(path)]
+    found = [summarize(path) for path in (*paths, *parent.glob("*/*")) if is_known_run(path)]
     return sorted(found, key=_time_of, reverse=True)
 
 
@@ -76,12 +77,13 @@ def _time_of(summary: RunSummary) -> float:
         return 0.0
 
 
-def may_be_run(path: Path) -> bool:
-    """Return whether a folder is a run, or cannot be read."""
+def is_known_run(path: Path) -> bool:
+    """Return whether a folder is a run; log that it cannot be read."""
     try:
         return path.name != NEW and is_run(path)
-    except OSError:
-        return True
+    except OSError as error:
+        logger.warning(f"{path} cannot be read ({reason_of(error)}): it may be a run")
+        return False
 
 
 def summarize(path: Path) -> RunSummary:
