@@ -298,8 +298,8 @@ class TrainConfig(Settings):
     """Maximum returns to the last checkpoint, at half the learning rates, on non-finite values; in
     one process only."""
     ema: float = Field(0.0, ge=0, lt=1)
-    """Decay of the exponential moving average of weights to evaluate and save; 0: none. After n steps
-    it is at most (1 + n) / (10 + n): the initial weights soon count little."""
+    """Decay of the exponential moving average of weights to evaluate and save; 0: none. After n
+    steps it is at most (1 + n) / (10 + n): the initial weights soon count little."""
     ngram_target_weight: float = Field(0.0, ge=0, le=1)
     """Weight of the n-gram baseline's probabilities in the training targets (soft targets)."""
 
