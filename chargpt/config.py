@@ -29,7 +29,7 @@ from pydantic import (
     model_validator,
 )
 
-from chargpt.errors import ConfigError, most_similar
+from chargpt.errors import ConfigError, most_similar, reason_of
 from chargpt.files import MAX_YAML_CHARACTERS, dump_yaml, parse_yaml, quoted
 
 RESERVED = tuple("%@`#*,]}")  # no YAML value begins with these
@@ -298,7 +298,8 @@ class TrainConfig(Settings):
     """Maximum returns to the last checkpoint, at half the learning rates, on non-finite values; in
     one process only."""
     ema: float = Field(0.0, ge=0, lt=1)
-    """Decay of the exponential moving average of weights to evaluate and save; 0: none."""
+    """Decay of the exponential moving average of weights to evaluate and save; 0: none. After n
+    steps it is at most (1 + n) / (10 + n): the initial weights soon count little."""
     ngram_target_weight: float = Field(0.0, ge=0, le=1)
     """Weight of the n-gram baseline's probabilities in the training targets (soft targets)."""
 
@@ -732,7 +733,9 @@ def read_config_tree(
         with open(path, encoding="utf-8-sig") as file:
             text = file.read(MAX_YAML_CHARACTERS + 1)  # parse_yaml rejects more
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text ({error}); name another") from None
+        raise ConfigError(
+            f"{path} cannot be read as UTF-8 text ({reason_of(error)}); name another"
+        ) from None
     return parse_yaml(text, str(path))
 
 

@@ -5,6 +5,7 @@ does, and exits with `exit_code`: 2 if the input was invalid, 1 if it was valid 
 failed. Internal invariants are `assert` statements, which print a traceback.
 """
 
+import os
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -108,6 +109,14 @@ class Stopped(BaseException):
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error of Python, numpy or torch says that there is not enough memory."""
     return isinstance(error, MemoryError) or bool(re.search(OUT_OF_MEMORY, str(error).lower()))
+
+
+def reason_of(error: Exception) -> str:
+    """Return why an operation failed, in a line; some errors of the system hold no text."""
+    if isinstance(error, OSError) and len(error.args) != 1:
+        known = os.strerror(error.errno) if error.errno else type(error).__name__
+        return error.strerror or known
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def most_similar(name: str, names: Iterable[str]) -> str | None:

@@ -5,6 +5,7 @@ numbers remain text.
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -12,14 +13,15 @@ import secrets
 import shlex
 import stat
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, reason_of
 
 Buffers = Sequence[bytes | memoryview]  # the content of a file, in parts
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK}  # by a network file system
@@ -27,12 +29,11 @@ IS_WINDOWS = os.name == "nt"  # which moves and deletes no open or mapped file
 INVALID_NAME = 123  # Windows' error for a path that cannot exist, such as a pattern
 MAX_YAML_CHARACTERS = 200_000  # the parser takes seconds for a megabyte
 MAX_NUMBER_CHARACTERS = 100  # of YAML
-# A mark in the first bytes of every page, plot and table of ours; these may be written again
-# without asking.
-ORIGIN_MARKERS = (
-    *(b'content="chargpt', b"<dc:title>chargpt", b"Software\0chargpt"),
-    b"model,seed,nats_per_char,",
-)
+UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\udc80-\udcff]")  # in a shell's word
+HEAD_BYTES = 4096  # of a page or plot, which hold its mark
+NO_DIGEST = 64 * "0"
+MARK = f"chargpt sha256:{NO_DIGEST}"  # which `with_digest` completes
+MARKED = re.compile(rb'(?:content="|<dc:identifier>|tEXtSoftware\0)chargpt sha256:([0-9a-f]{64})')
 
 
 def exists(path: Path) -> bool:
@@ -106,10 +107,13 @@ def sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Replace a file: readers see the old content or the new, never a part.
+def write_atomically(
+    path: Path, content: bytes | Iterable[bytes], *, force: bool | None = True
+) -> None:
+    """Write a file: readers see the old content, if any, or the new, never a part.
 
-    It keeps its mode and, if root writes it, its owner.
+    A file that is replaced keeps its mode and, if root writes it, its owner. Without `force`
+    nothing is replaced, as in `place`.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
@@ -118,10 +122,73 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
             status = path.stat()
             os.chmod(temporary, stat.S_IMODE(status.st_mode))
             os.chown(temporary, status.st_uid, status.st_gid)
-        os.replace(temporary, path)
+        place(temporary, path, force=force)
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+def place(temporary: Path, path: Path, *, force: bool | None = None) -> None:
+    """Give a finished file or folder its name; without `force`, only if nothing has that name.
+
+    The temporary name may remain, for the caller to delete.
+
+    Raises:
+        ConfigError: something has the name, as `require_new` says.
+        OSError: it cannot be written.
+    """
+    try:
+        if force:
+            os.replace(temporary, path)
+        elif IS_WINDOWS:  # where a rename replaces nothing
+            os.rename(temporary, path)
+        elif temporary.is_dir():
+            path.mkdir()
+            os.rename(temporary, path)  # replaces an empty folder
+        else:
+            _link(temporary, path)
+    except FileExistsError:
+        raise _taken(path, force) from None
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Give a file a second name, or move it where there are no links; FileExistsError if in use."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))  # reserves the name
+        os.replace(temporary, path)
+
+
+def with_digest(content: bytes) -> bytes:
+    """Return a page, SVG or PNG with the SHA-256 of its content in its mark, if it has one.
+
+    It is that of the content with zeros in its place.
+    """
+    mark = MARKED.search(content, 0, HEAD_BYTES)
+    if mark is None:
+        return content
+    digest = hashlib.sha256(_with_mark(content, mark, NO_DIGEST)).hexdigest()
+    return _with_mark(content, mark, digest)
+
+
+def _with_mark(content: bytes, mark: re.Match[bytes], digest: str) -> bytes:
+    end = mark.end()
+    marked = content[mark.start() : end - len(digest)] + digest.encode()
+    if marked.startswith(b"tEXt"):  # a chunk of a PNG, which ends with its CRC
+        marked, end = marked + zlib.crc32(marked).to_bytes(4, "big"), end + 4
+    return content[: mark.start()] + marked + content[end:]
+
+
+def is_unchanged_output(content: bytes) -> bool:
+    """Return whether a page, SVG or PNG is, to the byte, as chargpt wrote it.
+
+    It is not if it was edited, or if it is of an earlier version, which wrote no digest.
+    """
+    has_mark = MARKED.search(content, 0, HEAD_BYTES) is not None
+    return has_mark and with_digest(content) == content
 
 
 def name_pattern(names: Iterable[str]) -> str:
@@ -136,20 +203,38 @@ def write_output(path: Path, content: bytes, *, force: bool = False) -> None:
     A link stays and its target is written; a file keeps its mode; a device or pipe is written to.
 
     Raises:
-        ConfigError: there is a file of another origin, or it cannot be written.
+        ConfigError: there is a file that `require_output` rejects, or it cannot be written.
     """
-    try:
+    with writing(path):
         require_output(path, force=force)
-        if path.exists() and (is_open_descriptor(path) or not path.is_file()):
-            with open(path, "ab") as file:  # a redirected /dev/stdout is a file, and not to be cut
-                file.write(content)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(Path(os.path.realpath(path)), content)
+        _write(path, content, force=force or exists(path) or None)
+
+
+def write_new(path: Path, content: bytes, *, force: bool | None = None) -> None:
+    """Write a file as `write_output`, but replace none unless `force`, as in `require_new`."""
+    with writing(path):
+        require_new_output(path, force=force)
+        _write(path, content, force=force)
+
+
+def _write(path: Path, content: bytes, *, force: bool | None) -> None:
+    if path.exists() and (is_open_descriptor(path) or not path.is_file()):
+        with open(path, "ab") as file:  # a redirected /dev/stdout is a file, and not to be cut
+            file.write(content)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(os.path.realpath(path)), content, force=force)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Report an OSError in the block as a ConfigError: the path that a user named is of no use."""
+    try:
+        yield
     except BrokenPipeError:  # nobody reads: that is no error
         raise
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}); name another") from None
+        raise ConfigError(f"{path} cannot be written ({reason_of(error)}); name another") from None
 
 
 def require_new(path: Path, *, force: bool | None = None) -> None:
@@ -161,15 +246,26 @@ def require_new(path: Path, *, force: bool | None = None) -> None:
         return
     if force and path.is_file() and not path.is_symlink():
         return
+    raise _taken(path, force)
+
+
+def _taken(path: Path, force: bool | None) -> ConfigError:
     remedy = "replace it with --force" if force is False else "delete it"
-    raise ConfigError(f"{path} exists; {remedy}, or name another")
+    return ConfigError(f"{path} exists; {remedy}, or name another")
+
+
+def require_new_output(path: Path, *, force: bool | None = None) -> None:
+    """Check as `require_output`, but reject every file unless `force`, as in `require_new`."""
+    require_output(path, force=True)
+    if not force and path.is_file() and not is_open_descriptor(path):
+        raise _taken(path, force)
 
 
 def require_output(path: Path, *, force: bool = False) -> None:
     """Check that a file may be written, else ConfigError.
 
-    Accepted: no file yet, a file that chargpt wrote, a pipe or a device; with `force`, all but a
-    folder.
+    Accepted: no file yet, an empty one, a page or plot that nobody has edited since chargpt wrote
+    it, a pipe or a device; with `force`, all but a folder.
     """
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file in it")
@@ -177,11 +273,18 @@ def require_output(path: Path, *, force: bool = False) -> None:
         return
     try:
         with open(path, "rb") as file:
-            head = file.read(4096)
+            content = file.read(HEAD_BYTES)
+            if MARKED.search(content):
+                content += file.read()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); name another file") from None
-    if head and not any(mark in head for mark in ORIGIN_MARKERS):
-        raise ConfigError(f"{path} exists and was not made by chargpt; name another file")
+        raise ConfigError(
+            f"{path} cannot be read ({reason_of(error)}); name another file"
+        ) from None
+    if content and not is_unchanged_output(content):
+        raise ConfigError(
+            f"{path} exists and was not made by chargpt, or has been edited or is of an earlier "
+            "version; name another file, or delete it"
+        )
 
 
 def is_open_descriptor(path: Path) -> bool:
@@ -210,10 +313,20 @@ def open_regular(path: Path, max_bytes: int) -> IO[bytes]:
 
 
 def quoted(word: object) -> str:
-    """Return a word of a command to copy, quoted for the shell of this system."""
-    if not IS_WINDOWS:
+    """Return a word of a command to copy, quoted for the shell of this system.
+
+    Control characters and bytes that are no Unicode are written as bash and zsh read them.
+    """
+    if not IS_WINDOWS and not UNPRINTABLE.search(str(word)):
         return shlex.quote(str(word))
+    if not IS_WINDOWS:
+        escaped = re.sub(r"[\\']", r"\\\g<0>", str(word))
+        return f"$'{UNPRINTABLE.sub(_in_hexadecimal, escaped)}'"
     return str(word) if re.fullmatch(r"[\w@%+=:,./\\-]+", str(word)) else f'"{word}"'
+
+
+def _in_hexadecimal(found: re.Match[str]) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(found[0]))
 
 
 def parse_json(content: bytes | str) -> dict[str, Any]:

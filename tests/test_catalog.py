@@ -3,6 +3,7 @@
 import hashlib
 import io
 import logging
+import os
 import socket
 import sys
 import threading
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from chargpt.config import TextConfig
-from chargpt.errors import DownloadError, TextError
+from chargpt.errors import ConfigError, DownloadError, TextError
 from chargpt.text import catalog
 from chargpt.text.catalog import CATALOG, Entry, built_in_text, fetch, resolve_settings
 from chargpt.text.prepare import load_corpus
@@ -115,11 +116,26 @@ def test_a_text_is_downloaded_once_and_verified(server: Server, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("content", [b"x" * len(TEXT), TEXT[:-1]])
-def test_a_file_with_other_content_is_downloaded_again(
+def test_a_file_of_the_name_with_other_content_stays(
     server: Server, tmp_path: Path, content: bytes
 ) -> None:
-    (tmp_path / "sample.txt").write_bytes(content)
-    assert fetch(server.entry(), tmp_path).read_bytes() == TEXT
+    path = tmp_path / "sample.txt"
+    path.write_bytes(content)
+    with pytest.raises(TextError, match=r"is not the published sample; rename or delete it, or"):
+        fetch(server.entry(), tmp_path)
+    assert path.read_bytes() == content
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"sample\.txt exists"):
+        fetch(server.entry(), tmp_path, lambda *_: path.write_bytes(content))
+    assert path.read_bytes() == content
+    assert os.listdir(tmp_path) == ["sample.txt"]
+
+
+def test_a_folder_with_a_name_like_a_temporary_one_stays(server: Server, tmp_path: Path) -> None:
+    (tmp_path / ".fetching-mythings").mkdir()
+    (tmp_path / ".fetching-mythings" / "a").touch()
+    fetch(server.entry(), tmp_path)
+    assert (tmp_path / ".fetching-mythings" / "a").exists()
 
 
 @pytest.mark.parametrize(
@@ -131,15 +147,13 @@ def test_a_file_with_other_content_is_downloaded_again(
     ],
     ids=["text", "no archive", "a bomb"],
 )
-def test_a_wrong_checksum_keeps_the_existing_file_and_nothing_is_unzipped(
+def test_a_text_with_a_wrong_checksum_is_neither_written_nor_unzipped(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: bytes
 ) -> None:
-    (tmp_path / "sample.txt").write_bytes(b"older")
     entry = server.entry(path)
     server.bodies[path] = body
     monkeypatch.setattr(zipfile, "ZipFile", None)
     assert "with another checksum than the published one" in error_message(entry, tmp_path)
-    assert (tmp_path / "sample.txt").read_bytes() == b"older"
     assert logging.getLogger("pooch").level in (logging.NOTSET, logging.CRITICAL)
 
 

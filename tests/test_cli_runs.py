@@ -1,13 +1,16 @@
 """`chargpt runs` and `chargpt verify`."""
 
+import errno
 import json
+import os
+import re
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
-from conftest import REPOSITORY, Cli, run_here
+from conftest import REPOSITORY, Cli, refusal, run_here
 from rich.cells import cell_len
 from saving import CONFIG, TOKENIZER, save
 from shared_runs import QUICK
@@ -79,6 +82,40 @@ def test_runs_shows_which_run_is_in_training(runs: Path, tmp_path: Path, cli: Cl
     assert "finished" in cli("runs", tmp_path).stdout
     with folder.locked():  # looking at it did not keep it
         pass
+
+
+@pytest.mark.parametrize("seconds", [1e12, 253402300799.0, -1e11, -3e9, 1e300])
+def test_a_run_saved_in_any_year_is_listed(
+    seconds: float, trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chargpt.store.listing.last_saved", lambda _: seconds)
+    done = cli("runs", trained.parent)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"(?m)^ run .* finished .*\d\.\d{3}", done.stdout)
+    assert cli("runs", trained.parent, "--json").returncode == 0
+
+
+def test_a_folder_that_cannot_be_read_is_no_missing_run(
+    trained: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(trained, tmp_path / "runs" / "a")
+    (tmp_path / "runs" / "locked").mkdir()
+    listed, locked = os.listdir, {"locked"}
+
+    def list_unless_locked(path: Any) -> list[str]:
+        if Path(path).name in locked:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listed(path)
+
+    monkeypatch.setattr("os.listdir", list_unless_locked)  # root can read any folder
+    done = cli("runs")
+    assert " a " in done.stdout
+    assert "runs/locked cannot be read (Permission denied): it may be a run" in done.stderr
+    for words in (("verify", "runs/locked"), ("compare", "runs/locked"), ("sample", "runs/locked")):
+        message = refusal(cli(*words))
+        assert "runs/locked cannot be read (Permission denied)" in message
+    locked |= {"runs"}
+    assert "runs cannot be read (Permission denied)" in refusal(cli("runs"))
 
 
 @pytest.mark.parametrize("status", get_args(listing.Status))

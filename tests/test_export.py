@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, Cli, refusal, run_python
+from conftest import POSIX, REPOSITORY, Cli, refusal, run_python, start_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise import fill_with_noise
@@ -26,7 +27,7 @@ from chargpt import imports, sample
 from chargpt.config import Config, ModelConfig
 from chargpt.errors import ChargptError, ConfigError, OperationError
 from chargpt.export import check, gguf, huggingface
-from chargpt.export.check import compare
+from chargpt.export.check import ExportCheck, compare
 from chargpt.export.gguf import LlamaRuntime, export_gguf
 from chargpt.export.html import export_html
 from chargpt.export.huggingface import TransformersRuntime, export_huggingface, model_card
@@ -448,6 +449,59 @@ def test_the_commands_say_what_they_wrote_and_how_it_was_checked(cli: Cli, tmp_p
     Path("link.gguf").symlink_to("model.gguf")
     assert "link.gguf exists" in refusal(cli("export", "gguf", "run", "link.gguf", "--force"))
     assert "is not a folder" in refusal(cli("import", "hf", "run", "other"))
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_what_is_made_during_the_check_stays(
+    kind: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, path = run_of(TOKENIZERS["ascii"]), tmp_path / "x"
+    weights = run.model.state_dict()
+    RunFolder(tmp_path / "run").create_from_weights(run.config, run.tokenizer, run.state, weights)
+
+    def interfere(*_: object) -> ExportCheck:
+        path.write_text("my own")
+        return ExportCheck("a program", 0, 0)
+
+    for module in ("check", "html"):
+        monkeypatch.setattr(f"chargpt.export.{module}.compare", interfere)
+    for name in ("huggingface.TransformersRuntime", "gguf.LlamaRuntime", "onnx.OnnxRuntime"):
+        monkeypatch.setattr(f"chargpt.export.{name}", lambda _: None)
+    before = {*os.listdir(tmp_path)}
+    assert "x exists; " in refusal(cli("export", kind, "run", "x"))
+    assert path.read_text() == "my own"
+    assert {*os.listdir(tmp_path)} == before | {"x"}
+    if kind != "hf":
+        assert cli("export", kind, "run", "x", "--force").returncode == 0
+        assert path.read_bytes() != b"my own"
+
+
+@POSIX
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_during_an_export_leaves_no_temporary_file(name: str, tmp_path: Path) -> None:
+    number = signal.Signals[name]
+    run = run_of(TOKENIZERS["ascii"])
+    weights = run.model.state_dict()
+    RunFolder(tmp_path / "run").create_from_weights(run.config, run.tokenizer, run.state, weights)
+    program = """-c import time
+from chargpt.cli import main
+from chargpt.export import huggingface
+def check(folder):
+    print("checking", flush=True)
+    time.sleep(60)
+huggingface.TransformersRuntime = check
+main.run()"""
+    process = start_cli("export", "hf", "run", "x", cwd=tmp_path, program=program)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "checking\n"
+    assert len(os.listdir(tmp_path)) == 2
+    process.send_signal(number)
+    if number != signal.SIGINT:  # a closed terminal may send several
+        process.send_signal(signal.SIGTERM)
+    _, message = process.communicate(timeout=30)
+    assert process.returncode in (128 + number, 128 + signal.SIGTERM)
+    assert message.splitlines()[-1] == "stopped"
+    assert os.listdir(tmp_path) == ["run"]
 
 
 @pytest.mark.slow

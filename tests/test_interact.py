@@ -148,6 +148,24 @@ def test_lines_choose_undo_retry_edit_and_save_by_commands(
     assert "suggestions is 0" in done.stderr
 
 
+def test_a_saved_file_is_replaced_until_somebody_edits_it(
+    trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class EditingReader(io.StringIO):
+        def readline(self, *_: int) -> str:
+            line = super().readline()
+            if line == "/save\n":
+                (tmp_path / "a.txt").write_text("my own", encoding="utf-8")
+            return line
+
+    typed = "The light\n/save a.txt\n/save a.txt\n/edit The sea\n/save\n/save b.txt\n"
+    monkeypatch.setattr("sys.stdin", EditingReader(typed))
+    done = cli("sample", trained, "-i", "--seed", "1", "-n", "4")
+    assert (tmp_path / "a.txt").read_text(encoding="utf-8") == "my own"
+    assert done.stderr.count("a.txt exists; delete it, or name another") == 1
+    assert (tmp_path / "b.txt").exists()
+
+
 def test_a_file_that_was_there_before_is_not_replaced(
     trained: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

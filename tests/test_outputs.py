@@ -1,5 +1,6 @@
 """What commands write and print: files of others, devices, links, encodings, control characters."""
 
+import errno
 import json
 import os
 import re
@@ -9,21 +10,39 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
+from xml.etree import ElementTree
 
 import pytest
 from conftest import REPOSITORY, Cli, refusal, run_here, skip_on_windows, start_cli
+from PIL import Image
+from saving import failing, rewrite
 
+from chargpt.analysis import plots
+from chargpt.analysis.page import encoded, render
 from chargpt.cli import console, tables
 from chargpt.distributed import is_main_rank, world_size
-from chargpt.errors import ConfigError, DeviceError, OperationError, TextError
-from chargpt.files import write_output
+from chargpt.errors import ConfigError, DeviceError, OperationError, TextError, reason_of
+from chargpt.files import (
+    MARK,
+    is_unchanged_output,
+    place,
+    quoted,
+    with_digest,
+    write_new,
+    write_output,
+)
+from chargpt.text.display import UNSAFE, display_text
 
 TINY = (
     "-s train.max_steps=4 -s train.batch_size=4 -s model.n_layer=1 -s model.n_embd=16 "
     "-s model.block_size=16 --device cpu -s dtype=float32"
 ).split()
-PAGE = b'<meta name="generator" content="chargpt">'
+PAGE = with_digest(f'<meta name="generator" content="{MARK}">'.encode())
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -39,6 +58,121 @@ def test_only_a_file_of_ours_is_overwritten(tmp_path: Path) -> None:
     assert path.read_text() == "a novel"
     write_output(path, PAGE, force=True)
     assert path.read_bytes() == PAGE
+
+
+def write_ours(path: Path) -> None:
+    """Write a page or a plot as the commands do."""
+    if path.suffix == ".html":
+        page = render("explain.html", title="content=", version="1", sections=[])
+        write_output(path, encoded(page))
+    else:
+        plots.save(plots.loss_curves({"gpt": [(0, 4.0), (9, 2.0)]}, {}, "novel"), path)
+
+
+@pytest.mark.parametrize("name", ["page.html", "plot.svg", "plot.png"])
+def test_a_page_or_plot_is_replaced_until_somebody_edits_it(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    for _ in range(2):
+        write_ours(path)
+    written = path.read_bytes()
+    assert is_unchanged_output(written)
+    if path.suffix == ".png":
+        with Image.open(path) as image:
+            image.verify()  # the CRC of every chunk
+    middle, zeros = len(written) // 2, MARK.encode()
+    mark = re.search(rb"chargpt sha256:\w{64}", written)
+    assert mark is not None
+    for edited in (
+        *(b" " + written, written + b" ", written[:-1]),
+        written[:middle] + bytes([written[middle] ^ 1]) + written[middle + 1 :],
+        written.replace(mark[0], zeros),
+        written.replace(mark[0], b"chargpt"),  # as earlier versions marked theirs
+    ):
+        path.write_bytes(edited)
+        assert not is_unchanged_output(edited)
+        with pytest.raises(ConfigError, match=r"edited or is of an earlier version; name another"):
+            write_ours(path)
+        assert path.read_bytes() == edited
+    path.write_bytes(b"")
+    write_ours(path)
+    assert path.read_bytes() == written
+
+
+def test_a_page_that_only_names_chargpt_is_somebodys_own(tmp_path: Path) -> None:
+    for content in (
+        '<meta name="description" content="chargpt, a review">',
+        f'<meta name="generator" content="{MARK}">my own',
+        "model,seed,nats_per_char,my notes",
+    ):
+        (tmp_path / "blog.html").write_text(content)
+        with pytest.raises(ConfigError, match="was not made by chargpt"):
+            write_ours(tmp_path / "blog.html")
+        assert (tmp_path / "blog.html").read_text() == content
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_of_many_writers_one_gets_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, has_links: bool
+) -> None:
+    if not has_links:
+        monkeypatch.setattr("os.link", failing(errno.EPERM))
+    sources = [tmp_path / str(i) for i in range(8)]
+    for source in sources:
+        if kind == "folder":
+            source.mkdir()
+        (source / "x" if kind == "folder" else source).write_text(source.name)
+    path, start = tmp_path / "name", threading.Barrier(len(sources))
+
+    def try_to_place(source: Path) -> str:
+        start.wait()
+        with suppress(ConfigError):
+            place(source, path)
+            return source.name
+        return ""
+
+    with ThreadPoolExecutor(len(sources)) as pool:
+        [winner] = filter(None, pool.map(try_to_place, sources))
+    assert (path / "x" if kind == "folder" else path).read_text() == winner
+
+
+@pytest.mark.parametrize("write", [write_new, write_output])
+def test_a_file_that_is_made_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., None]
+) -> None:
+    path, sync = tmp_path / "a.html", os.fsync
+    monkeypatch.setattr("os.fsync", lambda number: (sync(number), path.write_text("my own")))
+    with pytest.raises(ConfigError, match=r"a\.html exists"):
+        write(path, PAGE)
+    assert path.read_text() == "my own"
+    assert os.listdir(tmp_path) == ["a.html"]
+    with pytest.raises(ConfigError, match=r"a\.html exists"):
+        write(path, PAGE)
+    monkeypatch.undo()
+    write(path, PAGE, force=True)
+    assert path.read_bytes() == PAGE
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (OSError(errno.ENOSPC, None), "No space left on device"),
+        (OSError("a library's\nown words"), "a library's own words"),
+        (OSError(None, None), "OSError"),
+        (TimeoutError(), "TimeoutError"),
+        (ValueError("it is larger than 3 bytes"), "it is larger than 3 bytes"),
+    ],
+)
+def test_every_error_has_a_reason(
+    error: Exception, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reason_of(error) == reason
+    if isinstance(error, OSError):
+        monkeypatch.setattr("os.fsync", Mock(side_effect=error))
+        with pytest.raises(ConfigError) as caught:
+            write_output(tmp_path / "a", b"")
+        assert f"a cannot be written ({reason}); name another" in str(caught.value)
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no /dev/shm")
@@ -229,13 +363,84 @@ def test_spaces_and_joiners_of_every_script_are_printed(capsys: pytest.CaptureFi
     console.out(text)
     assert capsys.readouterr().out == text + "\n"
     code = "def f():\n\treturn 1  \n\n  # done"  # of a sample
-    console.say(code)
+    console.say(*code.split("\n"))
     assert capsys.readouterr().err == code + "\n"
     odd = "\u202e\u2028\x85\r\n\x1b[1m"
     console.say(odd, is_sample=True)  # into a file
     assert capsys.readouterr().err == odd + "\n"
     console.out("\u202e\x85a\r\nb\rc\u2028d")  # may reorder a line; line ends of every kind
-    assert capsys.readouterr().out == 2 * "\N{REPLACEMENT CHARACTER}" + "a\nb\nc\nd\n"
+    assert capsys.readouterr().out == "\ufffd\ufffda\N{SYMBOL FOR CARRIAGE RETURN}⏎b␍c\ufffdd\n"
+
+
+FORGED = "chargpt: all is well"
+FORGING = "x" + "".join(f"{line_end}{FORGED}" for line_end in "\n\r\u2028\x85")
+FORGING += "\x1b[2J\x9b\u202e\u202e\u0301\uffff"
+
+
+def test_no_name_forges_a_message_or_reaches_a_page_or_plot_raw(
+    trained: Path, cli: Cli, tmp_path: Path
+) -> None:
+    run = tmp_path / f"{FORGING}\udcff"
+    shutil.copytree(trained, run)
+    for checkpoint in (run / "checkpoints").iterdir():
+        state = json.loads((checkpoint / "state.json").read_text())
+        rewrite(checkpoint, "state.json", json.dumps({**state, "text_name": FORGING}).encode())
+    for words in (
+        *(("runs", "."), ("evaluate", run), ("verify", run), ("report", run), ("play", run)),
+        *(("compare", run, "--plot", "a.svg"), ("compare", run, trained, "--plot", "a.png")),
+        *(("compare", run, "--csv", "-"), ("sample", run, "-n", 9), ("export", "hf", run, "hf")),
+        *(("compress", run, run, "x"), ("sample", run, "--checkpoint", "7"), ("sample", run / "x")),
+        *(("train", "--resume", run), ("export", "html", run, tmp_path)),
+    ):
+        options = ["--no-open"] if words[0] == "play" else []
+        done = cli(*words, *options)
+        assert "Traceback" not in done.stderr
+        assert done.returncode in (0, 2), done.stderr
+        lines = re.split("[\r\n\x85\u2028]", done.stdout + done.stderr)
+        assert not [line for line in lines if line.startswith(FORGED)], words
+    for path in (run / "report.html", run / "play.html", Path("a.svg"), Path("hf", "README.md")):
+        content = path.read_text("utf-8")
+        assert not UNSAFE.search(content), path
+        if path.suffix != ".html":
+            assert "all is well" in content
+    ElementTree.parse("a.svg")
+    svgs = re.findall("(?s)<svg.*?</svg>", (run / "report.html").read_text("utf-8"))
+    assert svgs
+    for svg in svgs:
+        ElementTree.fromstring(svg)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("url(#p)", "100%", "$x$", r"\$x$ $", "_hidden", "a<b>&\"'", "]]>-->", "", "\0", "\ufffe"),
+        *("a\u200d\uffff", "\u202e\u0301", "\udcff", "\ud800", "1\n2\r3\u20284\x85"),
+    ],
+)
+def test_a_plot_shows_any_name(name: str, tmp_path: Path) -> None:
+    curves = {name: [(0, 4.0), (9, 2.0)], "other": [(0, 4.0), (9, 3.0)]}
+    shown = display_text(name, keep_spaces=True)
+    svg = plots.inline(plots.loss_curves(curves, {"bigram": 2.5}, name), name)
+    for root in (ElementTree.fromstring(svg.replace("xlink:", "")),):
+        texts = ["".join(text.itertext()).strip() for text in root.iter() if "text" in text.tag]
+        assert texts[-2:] == [f"{shown}: 2.000", "other: 3.000"]
+        assert name == "" or shown in texts[:-2]
+        ids = {node.get("id") for node in root.iter()}
+        links = re.findall(r"""(?:url\(|href=")#([^)"]+)""", re.sub(">[^<]*<", "><", svg))
+        assert {*links} <= ids
+    for kind in ("svg", "png"):
+        plots.save(plots.loss_curves(curves, {}, name), tmp_path / f"a.{kind}")
+    ElementTree.parse(tmp_path / "a.svg")
+
+
+@pytest.mark.parametrize(
+    "word", ["a b", "a\nb", "it's \x1b\\x", os.fsdecode(b"r\xff0"), "\u2028\x85é'", "", "$x"]
+)
+def test_a_shell_reads_a_quoted_word_as_it_was(word: str) -> None:
+    quoted_word = quoted(word)
+    assert not UNSAFE.search(quoted_word)
+    done = subprocess.run(["bash", "-c", f"printf %s {quoted_word}"], capture_output=True)
+    assert done.stdout == os.fsencode(word)
 
 
 def test_texts_in_boxes_and_tables_are_the_same_in_a_file(

@@ -233,7 +233,7 @@ REFUSALS = [
     ("compare TEXT --resume", 2, "--resume continues a stopped", "name its folder with --out"),
     ("compare TEXT -o x --budget 6s --resume", 2, "--resume does not apply to --budget", "drop it"),
     ("compare TEXT --csv - --json", 2, "both print on stdout", "name a file"),
-    ("compare RUN --csv a.txt", 2, "was not made by chargpt", "name another file"),
+    ("compare RUN --csv a.txt", 2, "a.txt exists", "delete it, or name another"),
     ("compare RUN --split test", 2, "has no test split", "-s text.test_fraction=0.1"),
     ("compare TEXT -s model.kind=gpt,x", 2, "model.kind: expected", "'x'"),
     ("compare TEXT -s optim.lr=1,2,3,4,5,6,7 --seeds 10", 2, "70 trainings", "fewer values"),

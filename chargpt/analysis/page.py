@@ -8,6 +8,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from chargpt.files import MARK, with_digest
+from chargpt.text.display import printable
+
 PAGES = Path(__file__).parent / "pages"
 
 
@@ -16,7 +19,8 @@ def render(
 ) -> str:
     """Return the page that a template makes of some values.
 
-    Strings among them are HTML-escaped; only `Markup` stands as HTML.
+    Strings among them are HTML-escaped, with control characters as signs; only `Markup` stands as
+    HTML.
     The page's policy (Content-Security-Policy) forbids all fetching, and every script but the
     named one.
 
@@ -31,6 +35,7 @@ def render(
         loader=FileSystemLoader([folder, PAGES]),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
     )
     code = "" if script is None else (folder / script).read_text("utf-8")
@@ -38,5 +43,14 @@ def render(
     source = f"'sha256-{digest}'" if code else "'none'"
     template = pages.get_template(name)
     return template.render(
-        script=Markup(code), script_source=Markup(source), policy=policy, **values
+        mark=MARK, script=Markup(code), script_source=Markup(source), policy=policy, **values
     )
+
+
+def _shown(value: object) -> object:
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def encoded(page: str) -> bytes:
+    """Return what `render` returned as the content of a file, with its digest."""
+    return with_digest(page.encode(errors="replace"))

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from markupsafe import Markup
 
 from chargpt.errors import ConfigError
-from chargpt.files import write_output
+from chargpt.files import MARK, with_digest, write_output
 from chargpt.log import logger
 from chargpt.text.display import display_text, graphemes
 
@@ -59,8 +59,10 @@ def save(figure: "Figure", path: Path) -> None:
     """
     is_png = path.suffix == ".png"
     missing = set_fallback_fonts(figure) if is_png else ""
-    metadata = {"Software": "chargpt"} if is_png else {"Date": None, "Title": "chargpt"}
-    write_output(path, _rendered(figure, format=path.suffix[1:], dpi=130, metadata=metadata))
+    own = {"Date": None, "Title": "chargpt", "Identifier": MARK}
+    metadata = {"Software": MARK} if is_png else own
+    content = _rendered(figure, format=path.suffix[1:], dpi=130, metadata=metadata)
+    write_output(path, with_digest(content))
     if missing:
         logger.warning(
             f"{path}: no installed font has {' '.join(missing)}, so boxes stand for them; install "
@@ -80,7 +82,7 @@ def inline(figure: "Figure", name: str) -> Markup:
     for axes in figure.axes:
         axes.patch.set_alpha(0)
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    svg = _rendered(figure, salt=name, format="svg", metadata=metadata).decode()
+    svg = _rendered(figure, salt=ascii(name), format="svg", metadata=metadata).decode()
 
     def shorten(tag: re.Match[str]) -> str:
         without_numbers = re.sub(r' id="[^"_]+_\d+"', "", tag[0])  # the same in every figure
@@ -229,8 +231,13 @@ def attention(weights: npt.NDArray[np.float32], text: str, titles: Sequence[str]
 
 
 def plain(name: str) -> str:
-    """Escape a name: `$` would begin a formula, and a leading `_` would keep it from a legend."""
-    return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
+    """Return a name as a line to draw.
+
+    `$` would begin a formula, a leading `_` would keep it from a legend, and XML has no control
+    characters.
+    """
+    shown = display_text(name, keep_spaces=True).replace("$", r"\$")
+    return (" " if name.startswith("_") else "") + shown
 
 
 def ladder(result: "Ladder") -> "Figure":
@@ -251,7 +258,7 @@ def ladder(result: "Ladder") -> "Figure":
         axes.annotate(
             f"{value:.3f}", (value + error, place), (5, 0), textcoords="offset points", va="center"
         )
-    axes.set_yticks(places, names)
+    axes.set_yticks(places, [*map(plain, names)])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.1 * max(bits))
     axes.set(xlabel=f"bits per character of the {words} split (lower is better)")

@@ -20,9 +20,9 @@ from chargpt.analysis.explain import (
     describe_layers,
     typical_line,
 )
-from chargpt.analysis.page import render
+from chargpt.analysis.page import encoded, render
 from chargpt.analysis.result import MIXTURE_LABEL, RunScores, evaluate_run, summarize
-from chargpt.files import quoted, write_output
+from chargpt.files import quoted, require_output, write_output
 from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.generation import PLAIN, sample
 from chargpt.models.gpt import GPT
@@ -33,7 +33,7 @@ from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
-from chargpt.text.display import display_text, end_sign, whole_graphemes
+from chargpt.text.display import display_text, end_sign, one_line, whole_graphemes
 from chargpt.text.source import STDIN
 
 MAX_PREDICTED = 30_000  # characters of the validation split behind accuracy and calibration
@@ -67,6 +67,8 @@ def write_report(
         TextError: the run's text is not available.
         ChargptError: the page cannot be written.
     """
+    path = path or run.folder / REPORT
+    require_output(path)
     corpus = corpus or run.corpus()
     scores = scores or evaluate_run(run, corpus, mixture_run=find_mixture_run(run))
     records = RunFolder(run.folder).metrics.records()
@@ -82,9 +84,9 @@ def write_report(
     for number, section in enumerate(slow, 1):
         values |= section(run, corpus)
         on_progress(number, len(slow))
-    page = render("report.html", script="report.js", **values)
+    page = encoded(render("report.html", script="report.js", **values))
     path = path or run.writable_folder().path / REPORT
-    write_output(path, page.encode(errors="replace"))
+    write_output(path, page)
     return path
 
 
@@ -92,7 +94,7 @@ def result(run: Run, corpus: Corpus, scores: RunScores, records: Records) -> Val
     """Return what was trained, its losses beside the baselines, and the summary."""
     rows, val = scores.rows(run.config.model.kind), scores.evaluations["val"]
     return {
-        "title": f"{run.config.model.kind} on {corpus.name}",
+        "title": one_line(f"{run.config.model.kind} on {corpus.name}"),
         "version": __version__,
         "block_size": val.block_size,
         "scored": scores.scored_on,
@@ -234,7 +236,7 @@ def reproduction(run: Run) -> Values:
             ["device", f"{config.device}, {config.dtype}"],
             ["threads", str(state.threads or "unknown")],
             ["processes", str(state.world_size)],
-            ["text", state.text_name],
+            ["text", one_line(state.text_name)],
             ["key of the text", state.corpus_key or ""],
             ["checkpoint", run.checkpoint],
             ["this page", f"chargpt {__version__}, Python {platform.python_version()}"],

@@ -27,8 +27,10 @@ from chargpt.cli.main import catch_signals
 from chargpt.cli.train import LABEL, describe_plan, run_steps
 from chargpt.config import parse_override, shipped_configs, split_values
 from chargpt.errors import ConfigError, Stopped
-from chargpt.files import quoted, write_output
+from chargpt.files import quoted, require_new_output, write_new
+from chargpt.store.commit import read_error
 from chargpt.store.folder import is_readable_run, is_run
+from chargpt.text.display import one_line
 from chargpt.training.start import Request, Session
 
 MAX_SAMPLE = 150  # characters of a rung's sample
@@ -106,7 +108,9 @@ def compare(
     """
     if plot is not None:
         plots.require_suffix(plot)
-    options.require_outputs(plot, csv_)
+    options.require_outputs(plot or (out and plot_in(out, is_ladder=ladder)))
+    if csv_ not in (None, STDOUT):
+        require_new_output(csv_)
     if json_ and csv_ == STDOUT:
         raise ConfigError("--json and --csv - both print on stdout; name a file for the CSV")
     words = {word.partition("=")[0].strip(): split_values(word) for word in set_ or ()}
@@ -177,7 +181,10 @@ def reject_mixed(paths: list[Path], models: str | None) -> None:
 
 def runs_in(path: Path) -> list[Path]:
     """Return the runs in a folder, such as `compare --out` makes; another path itself."""
-    inside = [] if is_run(path) else [each for each in path.glob("*") if is_readable_run(each)]
+    try:
+        inside = [] if is_run(path) else [each for each in path.glob("*") if is_readable_run(each)]
+    except OSError as error:
+        raise read_error(path, error) from None
     return sorted(inside) or [path]
 
 
@@ -189,7 +196,7 @@ def train(
     def run_session(name: str, session: Session) -> None:
         console.say(f"== {name} ==")
         if not isinstance(result, Ladder):  # whose runs differ little
-            console.say(describe_plan(session), hanging=LABEL * " ")
+            console.say(*describe_plan(session), hanging=LABEL * " ")
         run_steps(session, says_resume=False)
 
     loading = console.LoadingProgress()
@@ -216,7 +223,7 @@ def say_stopped(folder: Path, request: Request) -> None:
 def show(result: Comparison, plot: Path | None, csv_: Path | None, *, json_: bool) -> None:
     """Draw the plot and write the CSV, and print the table, unless stdout is that of the data."""
     if plot is None and result.folder is not None:
-        plot = result.folder / ("ladder.svg" if isinstance(result, Ladder) else "curves.svg")
+        plot = plot_in(result.folder, is_ladder=isinstance(result, Ladder))
     if plot is not None:
         if isinstance(result, Ladder):
             figure = plots.ladder(result)
@@ -250,16 +257,23 @@ def show(result: Comparison, plot: Path | None, csv_: Path | None, *, json_: boo
             console.out(f"  chargpt sample {quoted(row.run)}")
 
 
+def plot_in(folder: Path, *, is_ladder: bool) -> Path:
+    """Return the path of the plot in the folder of a comparison."""
+    return folder / ("ladder.svg" if is_ladder else "curves.svg")
+
+
 def write_csv(result: Comparison, path: Path) -> None:
-    """Write a row for each run and baseline, with the keys of `--json`."""
+    """Write a row for each run and baseline, with the keys of `--json`; names are printable."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(row.as_dict() for row in result.rows)
+    for row in result.rows:
+        cells = row.as_dict().items()
+        writer.writerow({k: one_line(v) if isinstance(v, str) else v for k, v in cells})
     if path == STDOUT:
         console.out_text(text.getvalue())
     else:
-        write_output(path, text.getvalue().encode())
+        write_new(path, text.getvalue().encode())
 
 
 def print_conclusions(result: Comparison) -> None:
@@ -319,7 +333,7 @@ def print_ladder(ladder: Ladder) -> None:
     ]
     if any(len(group.rows) > 1 for group in ladder.groups.values()):
         sentences.append(PLUS_MINUS_OF_SEEDS)
-    console.out_sentence("\n".join(sentences))
+    console.out_sentence(*sentences)
     for name, sample in ladder.samples.items():
         text = " / ".join(sample[:MAX_SAMPLE].split("\n"))
-        console.out_sentence(f"-- {name} --\n{text}")
+        console.out_sentence(f"-- {name} --", text)

@@ -12,8 +12,8 @@ import typer
 
 from chargpt.cli import console, options, runs
 from chargpt.device import memory_limit
-from chargpt.errors import ConfigError, MissingTextError, RunError, TextError
-from chargpt.files import read_regular, require_output, write_output
+from chargpt.errors import MissingTextError, RunError, TextError, reason_of
+from chargpt.files import read_regular, require_new_output, write_new
 from chargpt.inference.coding import BYTES_PER_CHARACTER, decode, header_size, read_header
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
@@ -117,9 +117,7 @@ def decompress(
 def read_input(path: Path, out: Path, *, force: bool) -> bytes:
     """Return the content of a file, after checking that the output file can be written."""
     if str(out) != STDIN:
-        require_output(out, force=True)
-        if out.is_file() and not force:
-            raise ConfigError(f"{out} exists; name another file, or replace it with --force")
+        require_new_output(out, force=force)
     limit = memory_limit() // BYTES_PER_CHARACTER
     if str(path) == STDIN:
         content = io.BytesIO()
@@ -130,17 +128,16 @@ def read_input(path: Path, out: Path, *, force: bool) -> bytes:
     except FileNotFoundError:
         raise MissingTextError(missing_message(path)) from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
         raise TextError(
-            f"{path} cannot be read ({reason}); name another file or a part of it, or pipe a text "
-            "in and name it `-`"
+            f"{path} cannot be read ({reason_of(error)}); name another file or a part of it, or "
+            "pipe a text in and name it `-`"
         ) from None
 
 
 def write(content: bytes, out: Path, sentence: str, *, force: bool) -> None:
     """Write the result to a file and a sentence to stdout; to stderr if stdout gets the result."""
     if str(out) != STDIN:
-        write_output(out, content, force=force)
+        write_new(out, content, force=force)
         console.out_sentence(sentence)
         return
     try:

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 
 from chargpt.errors import OperationError, TextError
 from chargpt.log import logger
-from chargpt.text.display import display_char
+from chargpt.text.display import CONTROL, display_char, one_line, printable
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -27,9 +27,6 @@ DELAY_SECONDS = 0.5  # shorter work shows no bar
 PLAIN_LINE_SECONDS = 5.0  # between two lines of progress where there is no terminal
 BAR = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 SPARKS = "▁▂▃▄▅▆▇█"
-CONTROLS = "\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff"  # but \n and \t, and what is no text
-CONTROL = re.compile(f"[{CONTROLS}]")
-UNSAFE = re.compile(f"[{CONTROLS}\u202a-\u202e\u2066-\u2069]")  # or reorders the text around it
 
 LAUNCHER_SECONDS = 3  # in which `torchrun` ends the other ranks when rank 0 has ended
 started = time.perf_counter()  # when the command began; `run` sets it
@@ -66,15 +63,16 @@ def wrapped(text: str, stream: TextIO, indent: str = "", hanging: str = "") -> s
     return "\n".join(lines).replace("\0", " ")
 
 
-def say(text: str, hanging: str = "", *, is_sample: bool = False, end: str = "\n") -> None:
-    """Print a message on stderr, above the progress bar, in place of a notice.
+def say(*lines: str, hanging: str = "", is_sample: bool = False, end: str = "\n") -> None:
+    """Print lines of a message on stderr, above the progress bar, in place of a notice.
 
-    A sample keeps its own line breaks and, in a file, every character. A message without an `end`
-    is a notice. A closed stderr stops no work.
+    Commands may stand below a line. A sample keeps its own line breaks and, in a file, every
+    character. A message without an `end` is a notice. A closed stderr stops no work.
     """
     global notice
+    text = "\n".join(lines)
     if not is_sample:
-        text = wrapped(printable(text), sys.stderr, hanging=hanging)
+        text = "\n".join(wrapped(one_line(each), sys.stderr, hanging=hanging) for each in lines)
     elif sys.stderr.isatty():
         text = printable(text)
     if is_silent:
@@ -150,8 +148,8 @@ class OutputClosed(BaseException):
 
 
 def out(text: str, end: str = "\n") -> None:
-    """Print results on stdout, without control characters."""
-    write_out(printable(text) + end)
+    """Print a line of results on stdout, without control characters."""
+    write_out(one_line(text) + end)
 
 
 def out_text(text: str, end: str = "") -> None:
@@ -161,7 +159,7 @@ def out_text(text: str, end: str = "") -> None:
         TextError: the encoding of stdout, which is no terminal, lacks a character.
     """
     if sys.stdout.isatty():
-        out(text, end)
+        write_out(printable(text) + end)
         return
     try:
         text.encode(sys.stdout.encoding)
@@ -191,9 +189,10 @@ def write_out(text: str) -> None:
         raise OutputClosed from None
 
 
-def out_sentence(text: str, indent: str = "", hanging: str = "") -> None:
-    """Print sentences on stdout, wrapped on a terminal."""
-    out(wrapped(text, sys.stdout, indent, hanging))
+def out_sentence(*lines: str, indent: str = "", hanging: str = "") -> None:
+    """Print sentences on stdout, each line wrapped on a terminal."""
+    for line in lines:
+        write_out(wrapped(one_line(line), sys.stdout, indent, hanging) + "\n")
 
 
 def out_json(value: object) -> None:
@@ -225,7 +224,7 @@ def print_error(text: str) -> None:
     else:
         time.sleep(LAUNCHER_SECONDS)
         with suppress(OSError):
-            text = f"chargpt: process {os.environ['RANK']}: {printable(text)}"
+            text = f"chargpt: process {os.environ['RANK']}: {one_line(text)}"
             print(text, file=sys.stderr, flush=True)
 
 
@@ -273,19 +272,10 @@ def sparkline(values: Sequence[float], stream: TextIO, width: int = 24) -> str:
     return "".join(SPARKS[int((v - low) / span * (len(SPARKS) - 1))] for v in values)
 
 
-def printable(text: str) -> str:
-    """Return text with control characters as signs, so that it cannot control a terminal.
-
-    Other invisible characters are kept. Line ends of every kind become LF.
-    """
-    text = re.sub("\r\n?|[\u2028\u2029]", "\n", text)
-    return UNSAFE.sub(lambda found: display_char(found[0]), text)
-
-
 def text_cell(text: str) -> str:
     """Return a line of a text for a table: printable, but in a file it keeps its writing order."""
     if sys.stdout.isatty():
-        return printable(text)
+        return one_line(text)
     return CONTROL.sub(lambda found: display_char(found[0]), text)
 
 
@@ -329,7 +319,7 @@ class ProgressBar:
             bar.total = total
             if time.time() - bar.last_print_t >= bar.mininterval or done == total:
                 bar.ncols = terminal_width(sys.stderr)
-                bar.set_postfix_str(printable(detail()), refresh=False)
+                bar.set_postfix_str(one_line(detail()), refresh=False)
             bar.update(step)
             return
         now = time.monotonic()

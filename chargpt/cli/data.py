@@ -11,7 +11,7 @@ from chargpt.errors import TextError, most_similar
 from chargpt.text.catalog import CATALOG, fetch, resolve_settings
 from chargpt.text.corpus import Corpus
 from chargpt.text.describe import describe
-from chargpt.text.display import sign_or_code
+from chargpt.text.display import one_line, sign_or_code
 from chargpt.text.prepare import load_corpus
 
 MAX_COLUMNS = 54  # of a list of characters
@@ -92,7 +92,7 @@ def _print_description(corpus: Corpus, facts: dict[str, Any]) -> None:
         least += "\nin the vocabulary"
         rare = f"{corpus.rare_fraction:.4%} of the text, {corpus.rare_form}"
     tables.table(
-        ["text", corpus.name],
+        ["text", one_line(corpus.name)],
         [
             ["characters", f"{corpus.n_characters:,}"],
             ["splits", corpus.describe_splits().replace(", ", "\n")],
@@ -106,6 +106,7 @@ def _print_description(corpus: Corpus, facts: dict[str, Any]) -> None:
             ["unigram entropy", f"{facts['unigram_bits']:.4f} bits/character"],
             ["bigram entropy", f"{facts['bigram_bits']:.4f} bits/character"],
         ],
+        has_line_ends=True,
     )
     for warning in facts["warnings"]:
         console.out_sentence(f"note: {warning}")

@@ -12,12 +12,13 @@ from chargpt import __version__
 from chargpt.analysis import explain as explanation
 from chargpt.analysis import plots
 from chargpt.analysis.explain import AttentionMaps, Section, Subject, Table, choose_subject
-from chargpt.analysis.page import render
+from chargpt.analysis.page import encoded, render
 from chargpt.cli import console, options, runs, tables
 from chargpt.errors import ConfigError, RunError
 from chargpt.files import is_open_descriptor, write_output
 from chargpt.store.folder import is_run
 from chargpt.text.catalog import resolve_settings
+from chargpt.text.display import one_line
 from chargpt.text.prepare import load_corpus
 
 MAX_WIDTH = 79  # columns of a paragraph
@@ -70,9 +71,9 @@ def explain(
     if plot is not None:
         plots.save(plots.attention(maps[0].weights, maps[0].text, maps[0].titles), plot)
     if html is not None:
-        title = f"Attention, on {subject.corpus.name}"
+        title = one_line(f"Attention, on {subject.corpus.name}")
         page = render("explain.html", title=title, version=__version__, sections=sections)
-        write_output(html, page.encode(errors="replace"))
+        write_output(html, encoded(page))
         if is_open_descriptor(html):  # stdout holds the page
             return
     if json_:
@@ -113,11 +114,11 @@ def find_subject(
 def print_sections(sections: list[Section]) -> None:
     """Print the sections; attention maps are left out."""
     for number, section in enumerate(sections, 1):
-        console.out(f"{number}. {section.title}\n")
+        console.out_sentence(f"{number}. {section.title}", "")
         for part in section.parts:
             if isinstance(part, Table):
                 tables.table(part.columns, part.rows, title=part.caption)
             elif isinstance(part, str):
                 width = min(MAX_WIDTH, console.terminal_width(sys.stdout))
                 lines = textwrap.wrap(part, width, break_long_words=False, break_on_hyphens=False)
-                console.out("\n".join([*lines, ""]))
+                console.out_sentence(*lines, "")

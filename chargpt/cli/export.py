@@ -9,13 +9,12 @@ from typing import Annotated
 import typer
 
 from chargpt.cli import console, options, runs
-from chargpt.errors import ConfigError
 from chargpt.export.check import ExportCheck
 from chargpt.export.gguf import Precision, export_gguf, modelfile_path
 from chargpt.export.html import export_html
 from chargpt.export.huggingface import export_huggingface
 from chargpt.export.onnx import export_onnx
-from chargpt.files import is_open_descriptor, require_new
+from chargpt.files import is_open_descriptor, require_new, require_output, writing
 from chargpt.store.folder import PLAY
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
@@ -54,7 +53,7 @@ def gguf(
     """
     for each in (file, modelfile_path(file)):
         require_new(each, force=force)
-    write(partial(export_gguf, precision=precision), load(run, checkpoint), file)
+    write(partial(export_gguf, precision=precision, force=force), load(run, checkpoint), file)
 
 
 @app.command()
@@ -69,7 +68,7 @@ def onnx(
     Example: `chargpt export onnx runs/novel-gpt novel.onnx`.
     """
     require_new(file, force=force)
-    write(export_onnx, load(run, checkpoint), file)
+    write(partial(export_onnx, force=force), load(run, checkpoint), file)
 
 
 @app.command()
@@ -85,7 +84,7 @@ def html(
     """
     if not is_open_descriptor(file):
         require_new(file, force=force)
-    write(partial(export_html, force=force), load(run, checkpoint), file)
+    write(partial(export_html, force=force, is_new=True), load(run, checkpoint), file)
 
 
 def load(path: Path | None, checkpoint: str) -> Run:
@@ -99,12 +98,8 @@ def load(path: Path | None, checkpoint: str) -> Run:
 
 def write(export: Callable[[Run, Path], ExportCheck | None], run: Run, path: Path) -> None:
     """Export a run's GPT to a path; print the path and the result of the check, if there is one."""
-    try:
+    with writing(path):
         check = export(run, path)
-    except BrokenPipeError:  # nobody reads: that is no error
-        raise
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}); name another") from None
     if not is_open_descriptor(path):  # whose content is the page
         console.out(str(path))
     if check is not None:
@@ -129,6 +124,7 @@ def play(
     options.require_outputs(out)
     loaded = load(run, checkpoint)
     page = out or loaded.writable_folder().path / PLAY
+    require_output(page)
     write(export_html, loaded, page)
     if page.is_file() and not is_open_descriptor(page):
         address = page.absolute().as_uri()

@@ -26,13 +26,13 @@ from chargpt.cli import console, runs
 from chargpt.cli.main import handling, hang_up
 from chargpt.config import Config, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, Stopped, TextError
-from chargpt.files import require_new, write_output
+from chargpt.files import write_new, writing
 from chargpt.inference.generation import stream_run
 from chargpt.inference.sampling import Piece
 from chargpt.inference.selection import Sample, new_sample
 from chargpt.inference.suggestions import Suggestion, suggest
 from chargpt.store.run import Run
-from chargpt.text.display import display_text
+from chargpt.text.display import display_text, printable
 
 KEYS = (
     "Type the start of a text and press Enter. While the line is empty: 1 to 9 choose a "
@@ -210,7 +210,7 @@ class Writer:
         self.counts = {"suggestions": 5, "ahead": 2}
         self.suggestions: list[Suggestion] | None = None  # None: not computed for this text yet
         self.excluded: list[str] = []  # suggestions that were shown before
-        self.saved: list[Path] = []
+        self.saved: dict[Path, bytes] = {}  # the last one last
         self.commands = {
             "help": lambda _: console.say(HELP),
             "undo": self.undo,
@@ -274,7 +274,7 @@ class Writer:
         words = ["…" * is_rest + display_text(shown.removeprefix(" "), keep_spaces=True)]
         if shown != suggested:
             words.append("(the document ends)")
-        return console.printable(" ".join(filter(None, words)))
+        return printable(" ".join(filter(None, words)))
 
     def change(self, text: str) -> None:
         """Make a text the present one."""
@@ -348,15 +348,17 @@ class Writer:
         self.show(len(self.text))
 
     def save(self, name: str = "") -> None:
-        """Write the text to a file; it may replace what was saved there before."""
+        """Write the text to a file; it may replace what was saved there before and is unchanged."""
         if not name and not self.saved:
             raise ConfigError("no file is named; name one, as in /save story.txt")
-        path = Path(name).expanduser().absolute() if name else self.saved[-1]
-        if path not in self.saved:
-            require_new(path)
+        path = Path(name).expanduser().absolute() if name else next(reversed(self.saved))
         text = self.text.removesuffix(self.run.tokenizer.eos_token or "\0")
-        write_output(path, text.encode(errors="replace"), force=True)
-        self.saved.append(path)
+        before, content = self.saved.get(path), text.encode(errors="replace")
+        with writing(path):
+            is_ours = before is not None and path.is_file() and path.read_bytes() == before
+        write_new(path, content, force=is_ours or None)
+        self.saved.pop(path, None)
+        self.saved[path] = content
         console.say(f"{console.characters(len(text))} written to {path}")
 
     def set_count(self, name: str, value: str) -> None:

@@ -12,6 +12,7 @@ import gc
 import inspect
 import io
 import itertools
+import math
 import os
 import re
 import shlex
@@ -32,7 +33,7 @@ from typer.core import TyperGroup
 from chargpt import __version__
 from chargpt.cli import console
 from chargpt.distributed import is_main_rank, launch_seconds
-from chargpt.errors import ChargptError, DeviceError, Stopped, is_out_of_memory
+from chargpt.errors import ChargptError, DeviceError, Stopped, is_out_of_memory, reason_of
 
 # Typer vendors click in some versions and depends on it in others; the bases of its public
 # exception are right in both.
@@ -46,6 +47,7 @@ SPLIT_BUDGET = r" --budget[ =]([\d.]+) ([smh])"
 HELP_PAGES = Path(__file__).parent / "help"  # written by scripts/write_help_pages.py
 HELP_COLUMNS = 80
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK")  # the last is Ctrl-Break of Windows
+REPEAT_SECONDS = 1.0  # within which signals have one cause, such as a closed terminal
 
 COMMANDS = (
     "train sample evaluate compare score compress decompress explain report play export import "
@@ -179,7 +181,7 @@ def check_usage(parent: Any, name: str, *words: str) -> None:
     asks_for_help = {"--help", "-h", "-help"} & set(words[:1] if subcommands else words)
     if asks_for_help or (subcommands and not words):
         if console.terminal_width(sys.stdout) >= HELP_COLUMNS:
-            console.out(page.rstrip())
+            console.write_out(page.rstrip() + "\n")
             raise typer.Exit
     elif not subcommands:
         context = page_command(page).make_context(name, list(words), parent=parent)
@@ -297,8 +299,13 @@ def run() -> NoReturn:
     # default rate takes a fifth of a start.
     gc.set_threshold(200_000, 10, 10)
     command = typer.main.get_command(app)
+
+    def run_command() -> Any:
+        with catch_signals(*NAMES[1:]):  # Python's own handler of SIGINT raises, too
+            return command.main(prog_name="chargpt", standalone_mode=False)
+
     with console.shown_notes():
-        code = exit_code_of(lambda: command.main(prog_name="chargpt", standalone_mode=False))
+        code = exit_code_of(run_command)
     if console.has_process_group():
         # the command failed on this rank: destroying the process group could wait for the others
         for stream in (sys.stdout, sys.stderr):
@@ -339,7 +346,7 @@ def exit_code_of(command: Callable[[], Any]) -> int:
         message, code = str(error), error.exit_code
     except ClickException as error:
         if type(error).__name__ == "NoArgsIsHelpError":
-            console.out(error.format_message())
+            console.write_out(error.format_message() + "\n")
             return 0
         message, code = _describe_usage(error, sys.argv), 2
     except (typer.Abort, KeyboardInterrupt):
@@ -408,7 +415,7 @@ def _describe(error: Exception) -> str:
     if isinstance(error, OSError):
         path = f"{error.filename}: " if error.filename else ""
         return (
-            f"{path}{error.strerror or error}; check the disk, its free space and the permissions, "
+            f"{path}{reason_of(error)}; check the disk, its free space and the permissions, "
             "then try again (training: with --resume)"
         )
     if is_out_of_memory(error):
@@ -434,12 +441,15 @@ class Signals:
 
     def __init__(self) -> None:
         self.caught: list[int] = []
+        self.last = -math.inf  # time of the last signal
 
     def __call__(self, number: int, _frame: object) -> None:
-        """Raise `Stopped`."""
+        """Raise `Stopped`, but not at a repetition, which would end the deletion of files."""
         hang_up(number)
         self.caught.append(number)
-        raise Stopped(number)
+        before, self.last = self.last, time.monotonic()
+        if self.last > before + REPEAT_SECONDS:
+            raise Stopped(number)
 
 
 def hang_up(number: int) -> None:
@@ -459,9 +469,12 @@ def say_stopping(number: int) -> None:
 
 
 @contextmanager
-def handling(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """Give the signals that end a process a handler, except those it ignores already (`nohup`)."""
-    numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+def handling(handler: Callable[[int, object], None], *names: str) -> Iterator[None]:
+    """Give the signals that end a process, or the named ones of them, a handler.
+
+    Those that the process ignores already (`nohup`) stay ignored.
+    """
+    numbers = [getattr(signal, name) for name in names or NAMES if hasattr(signal, name)]
     handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, handler) for number in handled}
     try:
@@ -483,8 +496,8 @@ def exit_at_once(number: int, _frame: object) -> None:
 
 
 @contextmanager
-def catch_signals() -> Iterator[None]:
-    """Handle the signals that end a process by `Signals`.
+def catch_signals(*names: str) -> Iterator[None]:
+    """Handle the signals that end a process, or the named ones of them, by `Signals`.
 
     Raises:
         Stopped: at the end, if a signal came that has not ended the command yet.
@@ -498,7 +511,7 @@ def catch_signals() -> Iterator[None]:
 
     sys.unraisablehook = hide_stopped
     try:
-        with handling(signals):
+        with handling(signals, *names):
             yield
             if signals.caught:
                 raise Stopped(signals.caught[0])

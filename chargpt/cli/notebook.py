@@ -37,7 +37,7 @@ def html(
 
 def show_plan(session: Session) -> None:
     """Print what `chargpt train` prints before the first step."""
-    console.out(describe_plan(session))
+    console.out_sentence(*describe_plan(session))
 
 
 def show_result(session: Session, run: Run) -> None:

@@ -145,7 +145,7 @@ def plan_here(request: Request, *, json_: bool) -> None:
         if json_:
             console.out_json(as_json(run))
             return
-        console.out_sentence(describe_plan(session), hanging=LABEL * " ")
+        console.out_sentence(*describe_plan(session), hanging=LABEL * " ")
         console.out_sentence(describe_loss(run))
 
 
@@ -191,15 +191,15 @@ def print_plan(corpus: Corpus, card: Gpu, runs: list[PlannedRun]) -> None:
     )
     console.out_sentence(
         f"text    {corpus.name}: {about}{console.short(run.characters / run.epochs)} characters to "
-        "train on\n"
-        f"vocab   {corpus.tokenizer.describe()}\n"
-        f"model   {describe_model(model)}, {run.parameters:,} parameters\n"
+        "train on",
+        f"vocab   {corpus.tokenizer.describe()}",
+        f"model   {describe_model(model)}, {run.parameters:,} parameters",
         f"device  {run.gpus:,} x {card.name}: {console.size(run.memory_bytes)} of "
-        f"{console.size(card.memory)} of memory each\n"
+        f"{console.size(card.memory)} of memory each",
         f"plan    {train.max_steps:,} steps x {train.batch_size:,} sequences x {model.block_size} "
         f"tokens = {console.short(run.characters)} characters ({console.short(run.epochs)} epochs) "
-        f"in {console.duration(run.seconds)}\n"
-        f"step    {1000 * run.step_seconds:,.2f} ms{sent if run.gpus > 1 else ''}\n"
+        f"in {console.duration(run.seconds)}",
+        f"step    {1000 * run.step_seconds:,.2f} ms{sent if run.gpus > 1 else ''}",
         f"{describe_loss(run)}",
         hanging=LABEL * " ",
     )

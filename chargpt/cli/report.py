@@ -114,7 +114,7 @@ def print_result(
     """
     state, kind = session.trainer.state, session.trainer.config.model.kind
     tables.table(COLUMNS, scores.rows(kind))
-    console.out_sentence("\n".join([f"Losses on {scores.scored_on}.", *sentences]))
+    console.out_sentence(f"Losses on {scores.scored_on}.", *sentences)
     best_step = f"the best checkpoint is step {state.best_step:,}"
     if state.best_step == 0:
         best_step = "no checkpoint is better than the weights at the start; commands use the last"
@@ -133,7 +133,7 @@ def print_result(
     if may_improve or not more:
         commands.append(f"chargpt train --resume {path}{more}")
     lines = [f"the run is in {path}; next:", *(f"  {command}" for command in commands)]
-    console.out_sentence("\n".join(lines))
+    console.out_sentence(*lines)
 
 
 def show_report(session: Session, best: Run, scores: RunScores, *, json_: bool) -> None:

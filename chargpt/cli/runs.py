@@ -49,8 +49,8 @@ def runs(
         text_column=1,  # so that the names of runs stay whole
     )
     console.out_sentence(
-        "size: parameters; nats/char: lowest validation loss in training.\n"
-        "Newest first. `chargpt compare RUN RUN` scores the same characters."
+        "size: parameters; nats/char: lowest validation loss in training.",
+        "Newest first. `chargpt compare RUN RUN` scores the same characters.",
     )
 
 
@@ -65,13 +65,15 @@ def cells(run: RunSummary, folder: Path) -> list[str]:
     name = str(run.run.relative_to(folder))
     size = "-" if run.parameters is None else console.short(run.parameters)
     text = (run.text or "-") + (" (documents)" if run.documents else "")
-    if run.saved is None:
+    if run.step is None:
         return [name, text, size, run.status, "-", "-"]
-    done = f"{100 * (run.step or 0) // (run.max_steps or 1)}%"
+    done = f"{100 * run.step // (run.max_steps or 1)}%"
     progress = {"unfinished": f"{done} done", "training": f"training, {done}"}
     nats = "-" if run.best_nats_per_char is None else f"{run.best_nats_per_char:.3f}"
-    is_today = run.saved.date() == datetime.now(UTC).astimezone().date()
-    saved = f"{run.saved:%H:%M}" if is_today else f"{run.saved:%d %b}"
+    saved = "-"
+    if run.saved is not None:
+        is_today = run.saved.date() == datetime.now(UTC).astimezone().date()
+        saved = f"{run.saved:%H:%M}" if is_today else f"{run.saved:%d %b}"
     return [name, text, size, progress.get(run.status, run.status), nats, saved]
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chargpt.cli import console
+from chargpt.text.display import one_line, printable
 
 MAX_WHOLE = 24  # characters of a cell that is not wrapped
 MIN_FIRST = 12  # characters that the first column always has room for
@@ -23,14 +24,16 @@ def table(
     *,
     title: str = "",
     text_column: int | None = None,
-    clean: Callable[[str], str] = console.printable,
+    clean: Callable[[str], str] = one_line,
+    has_line_ends: bool = False,
 ) -> None:
     """Print a table on stdout; all columns but the first are right-aligned, short cells whole.
 
-    `text_column` is the index of one that is left-aligned, and cut if lines would be too long;
-    `clean` replaces what it may not hold.
+    Line ends in cells become signs unless `has_line_ends`. `text_column` is the index of one that
+    is left-aligned, and cut if lines would be too long; `clean` replaces what it may not hold.
     """
-    cells = [[console.printable(cell) for cell in row] for row in rows]
+    shown = printable if has_line_ends else one_line
+    cells = [[shown(cell) for cell in row] for row in rows]
     if text_column is not None:
         for cleaned, row in zip(cells, rows, strict=True):
             cleaned[text_column] = clean(row[text_column])
@@ -44,7 +47,7 @@ def table(
             text.truncate(room, overflow="ellipsis")
             row[text_column] = text.plain
     grid = Table(
-        title=Text(console.printable(title)) if title else None,
+        title=Text(one_line(title)) if title else None,
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         title_justify="left",
@@ -55,7 +58,7 @@ def table(
         is_text = index == text_column
         justify: Literal["left", "right"] = "left" if index == 0 or is_text else "right"
         grid.add_column(
-            Text(console.printable(column)),
+            Text(one_line(column)),
             justify=justify,
             overflow="fold",
             no_wrap=is_text or (bool(index) and is_short),
@@ -83,5 +86,5 @@ def panel(title: str, text: str) -> None:
         console.out(f"-- {title} --")
         console.out_text(text, "\n")
         return
-    content = Text(console.printable(text), overflow="fold")
-    print_rich(Console(highlight=False), Panel(content, title=Text(console.printable(title))))
+    content = Text(printable(text), overflow="fold")
+    print_rich(Console(highlight=False), Panel(content, title=Text(one_line(title))))

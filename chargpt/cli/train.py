@@ -111,7 +111,7 @@ def train(
             open_session(request, console.LoadingProgress()) as session,
         ):
             notice.cancel()
-            console.say(describe_plan(session), hanging=LABEL * " ")
+            console.say(*describe_plan(session), hanging=LABEL * " ")
             run_steps(session)
             if session.trainer.group.is_main:
                 from chargpt.cli.report import show_result  # which would delay the first step
@@ -134,16 +134,16 @@ def start_mode(text: str | None, out: Path | None, *, resume: bool, force: bool)
     return StartMode.REPLACE if force else StartMode.NEW
 
 
-def describe_plan(session: Session) -> str:
-    """Return what is about to be trained, for how long, on what, and what a budget has chosen."""
+def describe_plan(session: Session) -> list[str]:
+    """Return lines about what will be trained, for how long, on what, and a budget's choice."""
     trainer, config, corpus = session.trainer, session.trainer.config, session.trainer.corpus
-    budget, rare, documents, threads = "", "", "", ""
+    budget, rare, documents, threads = list[str](), "", "", ""
     if (pace := session.pace) is not None:
         is_chosen = pace.size_was_chosen
         reason = "size with the lowest predicted loss" if is_chosen else "the model size is given"
         seconds = console.duration(pace.deadline.seconds)
         speed = pace.speed * corpus.characters_per_token
-        budget = f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}\n"
+        budget = [f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}"]
     if corpus.rare_count:
         rare = f"; rarer ones, {corpus.rare_fraction:.2%} of the text, are {corpus.rare_form}"
     if corpus.n_documents:
@@ -163,20 +163,20 @@ def describe_plan(session: Session) -> str:
         ngram_bytes += max(0, MIXTURE_CHUNK_BYTES + MIXTURE_BYTES * n_counted - n_bytes)
     counting_bytes = max(COUNTING_BYTES * n_counted, DOCUMENT_BYTES * corpus.n_documents)
     needed = max(counting_bytes, ngram_bytes + n_bytes)
-    return (
-        f"{budget}"
+    return [
+        *budget,
         f"text    {corpus.name}: {documents}{console.characters(corpus.n_characters)} "
-        f"({corpus.describe_splits()})\n"
-        f"vocab   {corpus.tokenizer.describe()}{rare}\n"
-        f"model   {describe_model(config.model)}, {trainer.model.num_parameters():,} parameters\n"
+        f"({corpus.describe_splits()})",
+        f"vocab   {corpus.tokenizer.describe()}{rare}",
+        f"model   {describe_model(config.model)}, {trainer.model.num_parameters():,} parameters",
         f"device  {trainer.device.type}{ranks}{in_brackets(trainer.device_reason, threads)}, "
-        f"{config.dtype}{in_brackets(trainer.dtype_reason)}\n"
+        f"{config.dtype}{in_brackets(trainer.dtype_reason)}",
         f"plan    {n_steps:,} steps x {config.train.batch_size} sequences x "
         f"{config.model.block_size} tokens = {console.short(n_characters)} characters "
-        f"({console.short(n_tokens / len(corpus.split('train')))} epochs)\n"
+        f"({console.short(n_tokens / len(corpus.split('train')))} epochs)",
         f"needs   about {console.size(START_BYTES + needed)} of memory, {console.size(n_bytes)} of "
-        f"it for model and batches, and {console.duration(session.expected_seconds)}"
-    )
+        f"it for model and batches, and {console.duration(session.expected_seconds)}",
+    ]
 
 
 def in_brackets(*words: str) -> str:

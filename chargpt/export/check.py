@@ -15,6 +15,7 @@ import torch
 
 from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError, ConfigError, OperationError
+from chargpt.files import place
 from chargpt.inference.generation import PLAIN, sample
 from chargpt.log import logger
 from chargpt.models import LanguageModel
@@ -85,8 +86,10 @@ def write_checked(
     package: str,
     open_export: Callable[[Path], Runtime],
     max_divergence: float | None = None,
+    *,
+    force: bool | None = None,
 ) -> ExportCheck | None:
-    """Write an export, which replaces what is at `path` if it does not differ from its run.
+    """Write an export, if it does not differ from its run, to a new path.
 
     Args:
         run: whose model is exported.
@@ -96,12 +99,14 @@ def write_checked(
         package: that contains the program with which the export is checked.
         open_export: imports the package, and opens the export at a path with it.
         max_divergence: as in `compare`.
+        force: replace a file at `path`; None where the command has no such option.
 
     Returns:
         The check, or None if the package is not installed, which is logged.
 
     Raises:
-        ConfigError: the format cannot hold the model, or the package to write it is missing.
+        ConfigError: the format cannot hold the model, the package to write it is missing, or
+            something is at `path`.
         OperationError: the program cannot use the export, or it differs from the run.
         OSError: it cannot be written.
     """
@@ -127,7 +132,7 @@ def write_checked(
         except Exception as error:  # of whatever kind: it is the answer to whether it can
             cause = " ".join(str(error).split())
             raise OperationError(f"{package} cannot use the export ({cause:.200})") from None
-        temporary.replace(path)
+        place(temporary, path, force=force)
     return check
 
 

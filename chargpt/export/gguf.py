@@ -31,16 +31,20 @@ MAX_DIVERGENCE = 0.005  # in nats, by rounding the weights
 SECONDS = 120  # at most, of a request to llama.cpp
 
 
-def export_gguf(run: Run, path: Path, precision: Precision = "f32") -> ExportCheck | None:
+def export_gguf(
+    run: Run, path: Path, precision: Precision = "f32", *, force: bool | None = None
+) -> ExportCheck | None:
     """Write a run's GPT as a GGUF file, with a Modelfile for Ollama beside it, and check it.
 
     Args:
         run: of a GPT.
         path: of the file; `modelfile_path` returns that of the other.
         precision: of the matrices; norms are float32.
+        force: replace files at these paths.
 
     Raises:
-        ConfigError: the package to write it is missing, or GGUF cannot hold the model.
+        ConfigError: the package to write it is missing, GGUF cannot hold the model, or a file is
+            there.
         OperationError: the export differs from the run.
         OSError: it cannot be written.
     """
@@ -69,9 +73,10 @@ def export_gguf(run: Run, path: Path, precision: Precision = "f32") -> ExportChe
         "xllamacpp",
         LlamaRuntime,
         None if precision == "f32" else MAX_DIVERGENCE,
+        force=force,
     )
     content = modelfile_text(path.name, config.block_size, run.config.sample.temperature)
-    write_atomically(modelfile_path(path), content.encode())
+    write_atomically(modelfile_path(path), content.encode(errors="surrogateescape"), force=force)
     return check
 
 

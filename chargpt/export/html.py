@@ -18,12 +18,12 @@ from markupsafe import Markup
 from torch import Tensor
 
 from chargpt import __version__
-from chargpt.analysis.page import render
+from chargpt.analysis.page import encoded, render
 from chargpt.analysis.predictions import SURPRISAL_BITS
 from chargpt.config import NORM_EPS
 from chargpt.errors import ChargptError
 from chargpt.export.check import ExportCheck, Logits, compare, encode, exportable_model, logits
-from chargpt.files import write_output
+from chargpt.files import write_new, write_output
 from chargpt.models import build_model
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import BIGRAM_ALPHA
@@ -54,13 +54,14 @@ class RoundedModel:
         return logits(self.model, tokens)
 
 
-def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
+def export_html(run: Run, path: Path, *, force: bool = False, is_new: bool = False) -> ExportCheck:
     """Write a run's model as one page, after a check of its rounded weights.
 
     Args:
         run: with a GPT that Qwen3's architecture can hold.
-        path: of the page; a page that chargpt wrote is replaced.
-        force: replace a file of another origin, too.
+        path: of the page; a page that nobody has edited since chargpt wrote it is replaced.
+        force: replace any file.
+        is_new: replace no page either, unless `force`.
 
     Raises:
         ConfigError: the model cannot be exported, or the file is of another origin or cannot be
@@ -69,7 +70,8 @@ def export_html(run: Run, path: Path, *, force: bool = False) -> ExportCheck:
     """
     weights = half_weights(exportable_model(run, "an HTML page"))
     check = compare(run, RoundedModel(run, weights), MAX_DIVERGENCE)
-    write_output(path, make_page(run, weights).encode(errors="replace"), force=force)
+    write = write_new if is_new else write_output
+    write(path, encoded(make_page(run, weights)), force=force)
     return check
 
 
@@ -112,6 +114,7 @@ def page_data(run: Run, weights: dict[str, Tensor]) -> dict[str, Any]:
         "first_continuation_id": tokenizer.first_continuation_id,
         "eos_token_id": tokenizer.eos_token_id if tokenizer.eos_token else None,
         "bos_text": tokenizer.bos_text,
+        "prompt": run.config.sample.prompt,
         "counts": None,
         "bigram": None,
     }

@@ -22,7 +22,7 @@ from chargpt.errors import ChargptError
 from chargpt.export.check import ExportCheck, Logits, write_checked
 from chargpt.models.gpt import GPT
 from chargpt.store.run import Run
-from chargpt.text.display import REPLACEMENT
+from chargpt.text.display import REPLACEMENT, one_line
 from chargpt.text.tokenizer import CharTokenizer
 
 WEIGHTS, ORIGIN = "model.safetensors", "chargpt.json"
@@ -167,7 +167,7 @@ def tokenizer_json(tokenizer: CharTokenizer) -> dict[str, Any]:
 def model_card(run: Run) -> str:
     """Return the model card, in Markdown."""
     config, state, tokenizer = run.config, run.state, run.tokenizer
-    text = " ".join(state.text_name.split()).replace("`", "'") or "unknown"
+    text = one_line(state.text_name).replace("`", "'") or "unknown"
     unit, outside = "characters", "is dropped by the tokenizer"
     if tokenizer.has_bytes:
         unit, outside = "tokens", "is spelled as the bytes of its UTF-8 form"

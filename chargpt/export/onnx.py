@@ -33,11 +33,14 @@ MAX_BYTES = 2_000_000_000  # of weights, of which a protocol buffer can hold 2 G
 INPUTS, OUTPUTS = ("tokens", "past_keys", "past_values"), ("logits", "keys", "values")
 
 
-def export_onnx(run: Run, path: Path) -> ExportCheck | None:
+def export_onnx(run: Run, path: Path, *, force: bool | None = None) -> ExportCheck | None:
     """Write a run's GPT as an ONNX file, in float32, and check it with onnxruntime.
 
+    A file at `path` is replaced only with `force`.
+
     Raises:
-        ConfigError: a package is missing, or the model is of another kind or too large.
+        ConfigError: a package is missing, the model is of another kind or too large, or a file is
+            there.
         OperationError: the export differs from the run.
         OSError: it cannot be written.
     """
@@ -46,7 +49,7 @@ def export_onnx(run: Run, path: Path) -> ExportCheck | None:
             f"an ONNX file holds at most {MAX_BYTES / 1e9:.0f} GB of weights, and these are more; "
             "use `chargpt export hf`"
         )
-    return write_checked(run, path, "ONNX", write_onnx, "onnxruntime", OnnxRuntime)
+    return write_checked(run, path, "ONNX", write_onnx, "onnxruntime", OnnxRuntime, force=force)
 
 
 class GrowingCache(KVCache):

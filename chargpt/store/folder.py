@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -599,13 +599,15 @@ def is_readable_run(path: Path) -> bool:
         return False
 
 
-def find_runs(parent: Path) -> Iterator[Path]:
+def find_runs(
+    parent: Path, is_known_run: Callable[[Path], bool] = is_readable_run
+) -> Iterator[Path]:
     """Yield the runs in a folder, at most two levels deep, and none within a run."""
     for path in parent.glob("*"):
-        if is_readable_run(path):
+        if is_known_run(path):
             yield path
         else:
-            yield from filter(is_readable_run, path.glob("*"))
+            yield from filter(is_known_run, path.glob("*"))
 
 
 def is_abandoned(path: Path) -> bool:

@@ -7,8 +7,9 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from chargpt.errors import ChargptError, UnreadableError
-from chargpt.files import read_regular
+from chargpt.errors import ChargptError, UnreadableError, reason_of
+from chargpt.files import entry_names, read_regular
+from chargpt.log import logger
 from chargpt.models import count_parameters
 from chargpt.store.checkpoint import (
     CONFIG,
@@ -18,11 +19,14 @@ from chargpt.store.checkpoint import (
     newest_metadata,
     parse_config,
 )
+from chargpt.store.commit import read_error
 from chargpt.store.folder import (
     CHECKPOINTS,
     LOCK,
+    NEW,
     find_runs,
     has_checkpoint,
+    is_run,
     require_no_links,
 )
 from chargpt.text.source import STDIN
@@ -59,9 +63,16 @@ class RunSummary:
 def list_runs(parent: Path) -> list[RunSummary]:
     """Return the runs in a folder, at most two levels deep, the one saved last first.
 
-    One without a checkpoint is as new as its settings.
+    One without a checkpoint is as new as its settings. It logs which folders cannot be read.
+
+    Raises:
+        UnreadableError: the folder cannot be read.
     """
-    found = [summarize(path) for path in find_runs(parent)]
+    try:
+        entry_names(parent)
+    except OSError as error:
+        raise read_error(parent, error) from None
+    found = [summarize(path) for path in find_runs(parent, is_known_run)]
     return sorted(found, key=_time_of, reverse=True)
 
 
@@ -74,6 +85,15 @@ def _time_of(summary: RunSummary) -> float:
         return 0.0
 
 
+def is_known_run(path: Path) -> bool:
+    """Return whether a folder is a run; log that it cannot be read."""
+    try:
+        return path.name != NEW and is_run(path)
+    except OSError as error:
+        logger.warning(f"{path} cannot be read ({reason_of(error)}): it may be a run")
+        return False
+
+
 def summarize(path: Path) -> RunSummary:
     """Return what a run's latest checkpoint says, without reading its tensors, or its settings."""
     checkpoints, state = path / CHECKPOINTS, None
@@ -82,7 +102,7 @@ def summarize(path: Path) -> RunSummary:
         is_training = is_locked(path)
         if has_checkpoint(path):
             config, tokenizer, state = newest_metadata(checkpoints)
-            saved = datetime.fromtimestamp(last_saved(checkpoints)).astimezone()
+            saved = local_time(last_saved(checkpoints))
         else:
             config = parse_config(read_regular(path / CONFIG, MAX_METADATA_BYTES), path / CONFIG)
             tokenizer = CharTokenizer.load(path / TOKENIZER)
@@ -112,6 +132,14 @@ def summarize(path: Path) -> RunSummary:
         seconds=state.seconds,
         saved=saved,
     )
+
+
+def local_time(seconds: float) -> datetime | None:
+    """Return a time of a file; None if its year has no four digits."""
+    try:
+        return datetime.fromtimestamp(seconds).astimezone()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def is_locked(path: Path) -> bool:

@@ -19,6 +19,7 @@ from chargpt.errors import RunError, TextError, most_similar
 from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.checkpoint import Checkpoint, RunState, last_saved, list_checkpoints
+from chargpt.store.commit import read_error
 from chargpt.store.folder import (
     CHECKPOINTS,
     RunFolder,
@@ -175,9 +176,12 @@ def open_run(path: str | Path) -> RunFolder:
             f"{path} is a file, not a run; name the run's folder, such as {folder}, and the text "
             "after it where the command takes one"
         )
-    if is_run(path):
-        require_no_links(path)
-        return RunFolder(path, identity_of(path))
+    try:
+        if is_run(path):
+            require_no_links(path)
+            return RunFolder(path, identity_of(path))
+    except OSError as error:
+        raise read_error(path, error) from None
     what = "there is no folder" if not path.exists() else "there is no run in"
     near = most_similar(path.name, [p.name for p in path.parent.glob("*")])
     inside = [p for p in sorted(path.glob("*")) if is_readable_run(p)]

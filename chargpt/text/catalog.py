@@ -11,7 +11,8 @@ from pathlib import Path
 
 from chargpt.config import Config, merge_settings
 from chargpt.distributed import is_main_rank
-from chargpt.errors import DownloadError, MissingTextError, TextError
+from chargpt.errors import DownloadError, MissingTextError, TextError, reason_of
+from chargpt.files import exists, place
 from chargpt.text import TextProgress
 
 BUILT_IN = "python-docs"
@@ -174,7 +175,9 @@ def fetch(entry: Entry, folder: Path = DATA, on_progress: TextProgress | None = 
 
     Raises:
         DownloadError: the download failed; the folder is unchanged.
-        TextError: the text is built in, so there is nothing to download.
+        TextError: the text is built in, so there is nothing to download, or another file has its
+            name.
+        ConfigError: such a file was made during the download.
     """
     if entry.url is None:
         raise TextError(f"{entry.name} is built in; train on it with `chargpt train` without TEXT")
@@ -190,6 +193,11 @@ def fetch(entry: Entry, folder: Path = DATA, on_progress: TextProgress | None = 
         is_complete = target.is_file() and target.stat().st_size == entry.size
         if is_complete and hash_matches(target, entry.content_hash or entry.download_hash):
             return target
+        if exists(target):
+            raise TextError(
+                f"{target} exists and is not the published {entry.name}; rename or delete it, or "
+                "choose another folder with --to"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as temporary:
             found = pooch.retrieve(  # verifies the checksum before unpacking
@@ -202,7 +210,7 @@ def fetch(entry: Entry, folder: Path = DATA, on_progress: TextProgress | None = 
             )
             file = found[0] if entry.member else found
             os.chmod(file, 0o644)
-            os.replace(file, target)
+            place(Path(file), target)
         return target
     except RequestException as error:
         status = getattr(error.response, "status_code", None)
@@ -210,9 +218,8 @@ def fetch(entry: Entry, folder: Path = DATA, on_progress: TextProgress | None = 
     except ValueError:
         problem = "sent a file with another checksum than the published one"
     except OSError as error:
-        reason = error.strerror or type(error).__name__
         raise DownloadError(
-            f"{entry.name} cannot be written to {folder} ({reason}); "
+            f"{entry.name} cannot be written to {folder} ({reason_of(error)}); "
             "make room or choose another folder"
         ) from None
     raise DownloadError(

@@ -7,12 +7,18 @@ they differ they mostly join more, such as conjuncts of every Indic script.
 """
 
 import itertools
+import re
 import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 REPLACEMENT = "\ufffd"  # stands for an unknown character, and for bytes that do not decode
 ZWJ = "\N{ZERO WIDTH JOINER}"
+# but \n and \t; and what is no text, or no character in XML
+CONTROLS = "\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff"
+CONTROL = re.compile(f"[{CONTROLS}\n\u2028\u2029]")  # in a line
+UNSAFE = re.compile(f"[{CONTROLS}\u202a-\u202e\u2066-\u2069]")  # or reorders the text around it
+LINE_END = re.compile("[\r\x85\u2028\u2029]|\n(?!  chargpt )")  # but before a command to copy
 FIRST_CONTROL_PICTURE = 0x2400  # Unicode's signs of the control characters, in their order
 
 
@@ -82,9 +88,23 @@ def display_text(text: str, *, keep_spaces: bool = False) -> str:
     """
     parts = (text[start:end] for start, end in graphemes(text))
     return "".join(
-        part if len(part) > 1 or (keep_spaces and part == " ") else display_char(part)
+        printable(part) if len(part) > 1 or (keep_spaces and part == " ") else display_char(part)
         for part in parts
     )
+
+
+def printable(text: str) -> str:
+    """Return text with control characters as signs, so that it cannot control a terminal.
+
+    Other invisible characters are kept. Line ends of every kind become LF.
+    """
+    text = re.sub("\r\n?|[\u2028\u2029]", "\n", text)
+    return UNSAFE.sub(lambda found: display_char(found[0]), text)
+
+
+def one_line(text: str) -> str:
+    """Return a printable message as one line, whatever the names in it, and commands below it."""
+    return printable(LINE_END.sub(lambda found: display_char(found[0]), text))
 
 
 def end_sign(ended: str, eos_token: str) -> str:

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from chargpt.errors import RunError, TextError, UnknownCharacterError
+from chargpt.errors import RunError, TextError, UnknownCharacterError, reason_of
 from chargpt.files import parse_json, read_regular, write_atomically
 from chargpt.log import logger
 from chargpt.text.display import REPLACEMENT, display_char, display_text, sign_or_code
@@ -548,8 +548,9 @@ def choose_min_count(counts: Ints) -> int:
 
 
 def _unusable(origin: str | os.PathLike[str], error: OSError | ValueError) -> RunError:
-    reason = getattr(error, "strerror", None) or error
-    return RunError(f"{origin} cannot be used as a tokenizer ({reason}); restore it or train again")
+    return RunError(
+        f"{origin} cannot be used as a tokenizer ({reason_of(error)}); restore it or train again"
+    )
 
 
 def name_characters(characters: str) -> str:

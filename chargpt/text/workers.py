@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 from chargpt.config import TextConfig
-from chargpt.errors import OperationError, TextError
+from chargpt.errors import OperationError, TextError, reason_of
 from chargpt.files import read_regular
 from chargpt.text.prepare import JOURNAL, MAX_META_BYTES, PASSES, delete_text_files
 from chargpt.text.source import SEGMENT_BYTES, Segment, Stretch
@@ -200,4 +200,4 @@ def serve() -> None:
         except BrokenPipeError:  # the other end was killed
             os._exit(1)
         except OSError as error:
-            send({"error": [error.errno, error.strerror]})
+            send({"error": [error.errno, reason_of(error)]})

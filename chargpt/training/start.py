@@ -25,7 +25,14 @@ from chargpt.distributed import (
     is_lost_rank_error,
     is_main_rank,
 )
-from chargpt.errors import ConfigError, OperationError, RunError, Stopped, UnsavedError
+from chargpt.errors import (
+    ConfigError,
+    OperationError,
+    RunError,
+    Stopped,
+    UnsavedError,
+    reason_of,
+)
 from chargpt.files import exists, quoted
 from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
@@ -465,7 +472,7 @@ def output_folder(out: Path | None, name: str) -> Iterator[Path]:
                 break
             if not (isinstance(error, FileExistsError) and path.exists()):
                 raise RunError(
-                    f"{path} cannot be created ({error.strerror}); name another folder with --out"
+                    f"{path} cannot be created ({reason_of(error)}); name another folder with --out"
                 ) from None
     try:
         yield path

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, reason_of
 from chargpt.store.checkpoint import RunState, step_of
 from chargpt.store.folder import TENSORBOARD, RunFolder
 from chargpt.text.tokenizer import CharTokenizer
@@ -148,6 +148,6 @@ class RunWriter:
             self.folder.follow()
             write()
         except OSError as error:
-            self.errors[what] = error.strerror or str(error)
+            self.errors[what] = reason_of(error)
         else:
             self.errors.pop(what, None)

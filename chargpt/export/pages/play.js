@@ -5,6 +5,7 @@ const vocabulary = [...pageData.tokenizer.characters], ids = new Map(vocabulary.
 const byteIds = new Map(pageData.bytes.map((byte, index) => [byte, vocabulary.length + index]));
 const graphemes = new Intl.Segmenter(undefined, { granularity: "grapheme" }), utf8 = new TextDecoder();
 const form = element("form"), prompt = element("prompt"), view = element("view"), end = element("end");
+prompt.value = pageData.prompt;
 let tokens = [], prefixLength = 0;  // what the model reads; how many at the start are not part of the text
 let records = [];  // surprisal and predictions of each token, as the worker reports them
 let spans = [], owners = [];  // graphemes as {node, from, to}; the one of each token
