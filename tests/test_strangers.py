@@ -324,3 +324,22 @@ def test_compress_keeps_the_checkpoint_before_it_compresses(
             (Path("r") / "checkpoints" / f"step-{step:08d}" / "keep").unlink()
     assert seen == [True, True]
     assert not RunFolder(Path("r")).is_kept(step)
+
+
+def test_verify_names_a_page_of_the_run_that_was_changed(
+    cli: Cli, mixed_run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(mixed_run, "r")
+    assert cli("report", "r").returncode == 0
+    assert cli("play", "r", "--no-open").returncode == 0
+    intact = cli("verify", "r").stdout
+    assert "was changed" not in intact
+    for name in ("report.html", "play.html"):
+        page = Path("r", name)
+        content = page.read_bytes()
+        flip(page, 8 * len(content) // 2)
+        assert (
+            f"r/{name} was changed, or written by an earlier version" in cli("verify", "r").stdout
+        )
+        page.write_bytes(content)
+    assert cli("verify", "r").stdout == intact

@@ -117,7 +117,10 @@ def verify(run: options.RunOrNewest = None, json_: options.Json = False) -> None
         for sentence in (*result.problems, *result.notes):
             console.out_sentence(sentence)
         if not result.problems:
-            console.out_sentence(f"{folder.path} is intact: every byte matches its checksum.")
+            console.out_sentence(
+                f"{folder.path} is intact: checkpoints, text, metrics and mixture match "
+                "their checksums."
+            )
     if result.problems:
         raise typer.Exit(1)
 

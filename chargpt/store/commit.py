@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from chargpt.errors import RunError, UnreadableError
+from chargpt.errors import RunError, UnreadableError, reason_of
 from chargpt.files import (
     Buffers,
     entry_names,
@@ -113,10 +113,10 @@ def read_error(path: Path, error: Exception) -> RunError:
     """Return the error about a file: it is damaged or missing, or the system cannot read it."""
     if isinstance(error, OSError) and not is_missing(error):
         return UnreadableError(
-            f"{path} cannot be read ({error.strerror}); try again, and if that does not help, "
+            f"{path} cannot be read ({reason_of(error)}); try again, and if that does not help, "
             "check the disk and the permissions"
         )
-    cause = error.strerror if isinstance(error, OSError) else error
+    cause = reason_of(error)
     return RunError(f"{path} cannot be read ({cause}); restore it or use another checkpoint")
 
 

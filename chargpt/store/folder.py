@@ -24,7 +24,7 @@ from torch import Tensor
 
 from chargpt.config import Config, TextConfig
 from chargpt.distributed import is_main_rank
-from chargpt.errors import ChargptError, RunError
+from chargpt.errors import ChargptError, RunError, reason_of
 from chargpt.files import (
     IS_WINDOWS,
     UNSUPPORTED,
@@ -253,7 +253,7 @@ class RunFolder:
                 (self.path / NEW).rmdir()
 
     def _unwritable(self, error: OSError) -> RunError:
-        reason = error.strerror or type(error).__name__
+        reason = reason_of(error)
         return RunError(f"{self.path} cannot be written ({reason}); name another folder with --out")
 
     def create(
@@ -431,7 +431,7 @@ class RunFolder:
             write_atomically(path, b"")
         except OSError as error:
             raise RunError(
-                f"{path} cannot be written ({error.strerror}); if the run is being trained, try "
+                f"{path} cannot be written ({reason_of(error)}); if the run is being trained, try "
                 "again: the checkpoint may have been replaced"
             ) from None
         try:

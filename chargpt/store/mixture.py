@@ -18,7 +18,7 @@ import safetensors
 import safetensors.numpy
 import torch
 
-from chargpt.errors import RunError
+from chargpt.errors import RunError, reason_of
 from chargpt.files import exists, read_regular, write_atomically
 from chargpt.models.gpt import GPT
 from chargpt.models.mixture import MIXTURE_ORDER, Gate, Mixture
@@ -61,7 +61,7 @@ def save_mixture(run: Run, mixture: Mixture) -> None:
         write_atomically(folder.path / MIXTURE_FILE, safetensors.numpy.save(arrays))
     except OSError as error:
         raise RunError(
-            f"the mixture of {run.folder} cannot be saved ({error.strerror}); free some "
+            f"the mixture of {run.folder} cannot be saved ({reason_of(error)}); free some "
             "space, then train again"
         ) from None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chargpt.config import Config
 from chargpt.device import choose_device, configure, tune_threads
-from chargpt.errors import RunError, TextError, most_similar
+from chargpt.errors import RunError, TextError, most_similar, reason_of
 from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.checkpoint import Checkpoint, RunState, last_saved, list_checkpoints
@@ -141,7 +141,7 @@ class Run:
             folder.follow()
         except OSError as error:
             raise RunError(
-                f"{self.folder} cannot be written ({error.strerror}); nothing was written: see "
+                f"{self.folder} cannot be written ({reason_of(error)}); nothing was written: see "
                 "what has happened to it, then try again"
             ) from None
         return folder

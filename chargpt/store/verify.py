@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from chargpt.errors import ChargptError, DeviceError, RunError
-from chargpt.files import exists
+from chargpt.files import exists, is_unchanged_output, read_regular
 from chargpt.models import build_model
 from chargpt.store.checkpoint import (
     TOKENIZER,
@@ -17,11 +17,13 @@ from chargpt.store.checkpoint import (
     read_checkpoint,
     unfinished_checkpoints,
 )
-from chargpt.store.folder import MIXTURE_FILE, RunFolder
+from chargpt.store.folder import MIXTURE_FILE, PLAY, REPORT, RunFolder
 from chargpt.store.mixture import OtherCheckpointError, read_mixture
 from chargpt.store.run import load_run
 from chargpt.store.tensors import require_finite, require_weights
 from chargpt.text.tokenizer import CharTokenizer
+
+MAX_PAGE_BYTES = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ def _check_files(run: RunFolder, latest: Checkpoint, problems: list[str], notes:
             problems.append(f"{path} is not the tokenizer of {latest.folder.name}")
         if latest.optimizer:  # an imported run has neither an optimizer state nor metrics
             problems += run.metrics.problems(latest.state.step)
+        for page in filter(exists, (run.path / REPORT, run.path / PLAY)):
+            _check_page(page, notes)
     except (ChargptError, OSError) as error:
         problems.append(str(error))
     try:
@@ -95,6 +99,14 @@ def _check_files(run: RunFolder, latest: Checkpoint, problems: list[str], notes:
     except RunError as error:
         if str(error) not in problems:  # of the text, whose n-grams a mixture counts
             problems.append(str(error))
+
+
+def _check_page(path: Path, notes: list[str]) -> None:
+    try:
+        if not is_unchanged_output(read_regular(path, MAX_PAGE_BYTES)):
+            notes.append(f"{path} was changed, or written by an earlier version of chargpt")
+    except ValueError as error:
+        notes.append(f"{path} was not checked ({error})")
 
 
 def _check(folder: Path) -> CheckedCheckpoint:
