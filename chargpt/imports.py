@@ -1,9 +1,8 @@
 """Import: runs from the files of other programs.
 
 A checkpoint of nanoGPT and its `meta.pkl` are pickles, which can run code when they are read, or
-ask for any memory. Here they cannot: their opcodes are checked first, no class or function of theirs
-is called, and of a checkpoint only the tensors of the model are read, from the entries that were
-checked.
+ask for any memory. Here they cannot: their opcodes are checked first, nothing that they name is
+called, and of a checkpoint only the tensors of the model are read, by the reader that checked it.
 
 Shapes in this file: V = vocabulary size.
 """

@@ -382,9 +382,10 @@ class NumpyDecoder:
         """Copy the keys and values of one sequence into the cache of every sequence."""
         self.length = cache.length
         pairs = interleave(cache.keys.size(-1))
-        keys, values = cache.keys.cpu()[..., pairs], cache.values.cpu()
-        for cached, new in ((self.keys, keys), (self.values, values)):
-            layers = new[:, :, :, : self.length].detach().float().numpy()  # (L, 1, H, S, D)
+        for cached, stored in ((self.keys, cache.keys), (self.values, cache.values)):
+            new = stored[:, :, :, : self.length].cpu()  # (L, 1, H, S, D)
+            new = new[..., pairs] if cached is self.keys else new
+            layers = new.detach().float().numpy()
             cached[..., : self.length, :] = layers if self.is_batch else layers[:, 0]
 
 
