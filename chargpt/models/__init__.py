@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.device import require_memory
+from chargpt.device import lazy_zeros, require_memory
 from chargpt.errors import TextError
 from chargpt.text.tokenizer import Tokens
 
@@ -86,9 +85,9 @@ class KVCache:
 
 
 def _zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros; those of a CPU take memory only where they are written."""
+    """Return zeros, on a CPU those of `lazy_zeros`."""
     if device.type == "cpu" and dtype == torch.float32:
-        return torch.from_numpy(np.zeros(shape, np.float32))
+        return torch.from_numpy(lazy_zeros(shape))
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
