@@ -91,14 +91,16 @@ def build_runs(work: Path) -> dict[str, Path]:
     codes = [10, *range(32, 0x2580), *range(0x3000, 0xD800), *range(0x10000, 0x110000)]
     characters = "".join(map(chr, codes[:N_CHARACTERS]))
     long_block = {"model.block_size": 65_536}
-    endless = {"sample.length": 10**18, "sample.num_samples": 4096}
+    endless = {"sample.length": 10**9, "sample.num_samples": 4096}
     runs = {
-        "vocabulary": build_run(work / "vocabulary", 2 * characters, changed=long_block),
+        "vocabulary": build_run(
+            work / "vocabulary", 2 * characters, {"text.val_fraction": 0.002}, long_block
+        ),
         "layers": build_run(
             work / "layers",
             200 * LINE,
             {"model.n_layer": 256, "model.n_embd": 24},
-            {**long_block, "sample.prompt": LINE * 1000, "sample.num_samples": 64},
+            {**long_block, "sample.prompt": LINE * 20, "sample.num_samples": 64},
         ),
         "activations": build_run(
             work / "activations",
@@ -132,6 +134,7 @@ def build_runs(work: Path) -> dict[str, Path]:
 def build_files(work: Path) -> None:
     """Write texts, a checkpoint to import and compressed files that expand."""
     (work / "text.txt").write_text(20 * LINE, "utf-8")
+    (work / "short.txt").write_text(LINE, "utf-8")
     if (work / "bomb.txt.gz").exists():
         return
     with gzip.open(work / "bomb.txt.gz", "wb") as file:
@@ -166,13 +169,12 @@ def commands(run: str) -> Iterator[str]:
     yield f"sample {run} --seed 1 -n 50 --top-k 5 --num-samples 64"
     yield f"sample {run} --seed 1 -n 50 --only abc"
     yield f"sample {run} --seed 1 -n 50 --no-copy 20 --overlap"
-    yield f"sample {run} --before text.txt --after text.txt -n 20 --candidates 8"
+    yield f"sample {run} --before text.txt --after short.txt -n 20 --candidates 2"
     yield f"sample {run} {run} -n 20 --seed 1"
     yield f"sample {run} --mixture -n 20"
     yield f"sample {run} --interactive --plain -n 20"
     yield f"evaluate {run}"
     yield f"evaluate {run} --protocol sliding --max-characters 200"
-    yield f"evaluate {run} --protocol nanogpt"
     yield f"evaluate {run} --text text.txt"
     yield f"score {run} text.txt"
     yield f"score {run} text.txt --adaptive"
