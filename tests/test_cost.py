@@ -4,7 +4,6 @@ import gzip
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest

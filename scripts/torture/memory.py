@@ -160,8 +160,8 @@ def hostile_checkpoint() -> bytes:
     return content.getvalue()
 
 
-def commands(run: str) -> Iterator[str]:
-    """Yield the words of every command that reads a run; each writes what it writes anew."""
+def commands(run: str = "RUN") -> Iterator[str]:
+    """Yield the words of every command that reads a run."""
     yield f"verify {run}"
     yield "runs ."
     yield f"sample {run} --seed 1"
@@ -194,15 +194,14 @@ def commands(run: str) -> Iterator[str]:
 
 def other_commands() -> Iterator[str]:
     """Yield commands that read other files of a stranger."""
-    for command in ("evaluate metrics --text", "score metrics", "sample metrics --prompt-file"):
+    for command in ("evaluate RUN --text", "score RUN", "sample RUN --prompt-file"):
         yield f"{command} bomb.txt.gz"
-    yield "compress metrics bomb.txt.gz out/bomb.cgpt"
+    yield "compress RUN bomb.txt.gz out/bomb.cgpt"
     yield "data info bomb.txt.gz"
     yield "explain bomb.txt.gz"
     yield "import nanogpt ckpt.pt out/imported --meta meta.pkl"
-    yield "evaluate metrics --text /proc/kmsg"
-    yield "evaluate metrics --text /proc/kcore"
-    yield "evaluate metrics --text /dev/zero"
+    yield "evaluate RUN --text /proc/kmsg"
+    yield "evaluate RUN --text /dev/zero"
 
 
 def resident_bytes(pid: int) -> int:
@@ -213,12 +212,12 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-def measure(words: str, work: Path) -> dict[str, Any]:
+def measure(words: str, run: str, work: Path) -> dict[str, Any]:
     """Run a command; return its exit code, peak memory in MB, seconds, and what is wrong."""
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+", encoding="utf-8") as err:
         child = subprocess.Popen(
-            [sys.executable, "-m", "chargpt", *words.split()],
+            [sys.executable, "-m", "chargpt", *words.replace("RUN", run).split()],
             cwd=work,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -255,6 +254,7 @@ def measure(words: str, work: Path) -> dict[str, Any]:
     last = [line for line in messages.splitlines() if line.startswith("chargpt: ")][-1:]
     return {
         "command": f"chargpt {words}",
+        "run": run,
         "code": code,
         "peak_mb": round(peak / 1e6),
         "seconds": round(seconds, 1),
@@ -277,14 +277,14 @@ def main() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         runs = pool.submit(build_runs, work).result()
         pool.submit(build_files, work).result()
-    listed = [*itertools.chain.from_iterable(map(commands, runs)), *other_commands()]
+    listed = [(words, run) for run in runs for words in commands()]
     results = []
-    for words in dict.fromkeys(listed):
-        if args.only in words:
-            results.append(result := measure(words, work))
+    for words, run in [*listed, *((words, "metrics") for words in other_commands())]:
+        if args.only in f"{run} {words}":
+            results.append(result := measure(words, run, work))
             print(
                 f"{result['peak_mb']:6,} MB {result['seconds']:5.1f} s  {result['code']:4} "
-                f"{words}  {', '.join(result['problems'])}  {result['message']}",
+                f"{run}: {words}  {', '.join(result['problems'])}  {result['message']}",
                 flush=True,
             )
     from bench.record import provenance, save_record
