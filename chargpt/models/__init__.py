@@ -190,7 +190,7 @@ class LanguageModel(nn.Module, ABC):
         """Yield the logits (B, T', V) of consecutive parts of tokens (B, T), in bounded memory."""
         # each token has a row of the mask
         n_tokens = self.max_tokens_per_pass(self.block_size) // len(tokens)
-        for part in torch.split(tokens, max(1, n_tokens), dim=1):  # type: ignore[no-untyped-call]
+        for part in torch.split(tokens, max(1, n_tokens), dim=1):
             yield self(part, cache)
 
     @property

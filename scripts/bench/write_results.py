@@ -3,7 +3,8 @@
     python scripts/bench/write_results.py
 
 README.md gets one short table, benchmarks/README.md the full tables and docs/reliability.md the
-results of the torture test, and docs/security.md the memory of commands. A test checks that the pages match the records.
+results of the torture test, and docs/security.md the memory of commands. A test checks that the
+pages match the records.
 """
 
 import json
