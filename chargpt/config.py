@@ -131,7 +131,7 @@ class Settings(BaseModel):
         if (int in types or float in types) and isinstance(value, bool | str):
             raise ValueError("expected a number")
         if isinstance(value, int) and abs(value) >= MAX_NUMBER:
-            raise ValueError("expected a number less than 2^63")
+            raise ValueError("expected less than 2^63")
         if types == (str, ...) and isinstance(value, str):
             return (value,)
         return value
