@@ -99,6 +99,8 @@ MESSAGES = {  # by pydantic's error type, where its own message is in Python's w
 NORM_EPS = 1e-6  # of every RMSNorm
 MAX_BLOCK_SIZE = 65_536
 MAX_SAMPLES = 4096
+MAX_SAMPLED = 10**9  # characters of a sample
+MAX_NUMBER = 2**63  # of any setting, so that numpy and PyTorch can compute with it
 
 UnitInterval = Annotated[float, Field(gt=0, le=1)]
 
@@ -128,6 +130,8 @@ class Settings(BaseModel):
             raise ValueError("expected true or false")
         if (int in types or float in types) and isinstance(value, bool | str):
             raise ValueError("expected a number")
+        if isinstance(value, int) and abs(value) >= MAX_NUMBER:
+            raise ValueError("expected less than 2^63")
         if types == (str, ...) and isinstance(value, str):
             return (value,)
         return value
@@ -368,7 +372,7 @@ class SampleConfig(Settings):
     """Text to continue. Empty: generation starts after the EOS token, if the text is a list of
     documents, or after a newline; if the vocabulary has neither, with a character sampled by its
     frequency."""
-    length: int = Field(500, ge=1)
+    length: int = Field(500, ge=1, le=MAX_SAMPLED)
     """Characters to sample."""
     temperature: float = Field(0.8, ge=0)
     """0: always the most probable character (greedy)."""
@@ -400,16 +404,16 @@ class SampleConfig(Settings):
     """Characters that are not sampled, in either case; null: none."""
     word: tuple[str, ...] = ()
     """Words that the text contains, in either case; may be repeated."""
-    lines: int | None = Field(None, ge=1)
+    lines: int | None = Field(None, ge=1, le=MAX_SAMPLED)
     """Number of lines, none of them blank; null: any."""
     acrostic: tuple[str, ...] = ()
     """Beginnings of the lines: the characters of a text, or one text a line if repeated."""
     end: str | None = None
     """What each line ends with, in either case, but for punctuation; null: anything."""
-    max_chars: int | None = Field(None, ge=1)
+    max_chars: int | None = Field(None, ge=1, le=MAX_SAMPLED)
     """At most so many characters, in place of the length; a text that is not over by then ends
     after its last whole sentence, or else line; null: the length counts."""
-    no_copy: int | None = Field(None, ge=1)
+    no_copy: int | None = Field(None, ge=1, le=1_000_000)
     """Longest stretch of the run's text that may be copied, in characters; null: any."""
     whole: bool = False
     """Apply `match` and the other constraints to the prompt, too, as the start of the text."""

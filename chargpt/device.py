@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import mmap
 import os
 import platform
 import re
@@ -14,6 +15,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,6 +33,7 @@ MIN_GAIN = 1.25  # by which more threads must be faster: on a busy machine their
 MIN_SPEED = 0.5  # fraction of the highest speed: below it, threads are chosen again
 RETRY_SECONDS = 20.0  # after which more threads are tried again
 TYPICAL_BYTES = 250_000_000  # of memory after imports
+LAZY_BYTES = 64_000_000  # from which an array takes memory by small pages
 MAX_CPU_INFO = 10_000  # characters of /proc/cpuinfo: the first processor and more
 NO_GPU = "no GPU found"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -346,6 +350,24 @@ def require_memory(
             f"{what} would need about {wanted / 1e9:,.1f} GB of memory, and there are "
             f"{limit / 1e9:,.1f} GB; {remedy}"
         )
+
+
+def lazy_zeros(shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """Return zeros that take memory only where they are written.
+
+    In huge pages, as numpy asks for, a few bytes of each layer of a long KV cache would take most
+    of it.
+    """
+    n_bytes = 4 * math.prod(shape)
+    if n_bytes < LAZY_BYTES or not hasattr(mmap, "MADV_NOHUGEPAGE"):
+        return np.zeros(shape, np.float32)
+    try:
+        memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        raise MemoryError from None
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.float32).reshape(shape)
 
 
 def used_memory() -> int:

@@ -1,8 +1,8 @@
 """Import: runs from the files of other programs.
 
-A checkpoint of nanoGPT and its `meta.pkl` are pickles, which can run code when they are read. Here
-they cannot: a checkpoint may contain tensors and plain values only
-(`torch.load(weights_only=True)`), and `meta.pkl` plain values only.
+A checkpoint of nanoGPT and its `meta.pkl` are pickles, which can run code when they are read, or
+ask for any memory. Here they cannot: their opcodes are checked first, nothing that they name is
+called, and of a checkpoint only the tensors of the model are read, by the reader that checked it.
 
 Shapes in this file: V = vocabulary size.
 """
@@ -12,11 +12,12 @@ import math
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load as load_safetensors
@@ -26,7 +27,7 @@ from chargpt.config import Config, validate
 from chargpt.device import require_memory
 from chargpt.errors import ChargptError, RunError, TextError
 from chargpt.export.huggingface import ORIGIN, QWEN3_NAMES, WEIGHTS, their_name
-from chargpt.files import read_json, read_regular, require_new
+from chargpt.files import open_regular, read_json, read_regular, require_new
 from chargpt.models import build_model, count_parameters
 from chargpt.store.checkpoint import RunState, max_weight_bytes
 from chargpt.store.folder import RunFolder
@@ -35,12 +36,31 @@ from chargpt.text.source import find_text
 from chargpt.text.tokenizer import CharTokenizer
 
 MAX_FILE_BYTES = 64_000_000  # of settings and vocabulary
-MAX_CHECKPOINT_BYTES = 1 << 36
 # of a pickle of dicts, strings and integers
 PLAIN_OPCODES = set(
     "PROTO FRAME STOP MARK EMPTY_DICT DICT SETITEM SETITEMS MEMOIZE PUT BINPUT LONG_BINPUT GET "
     "BINGET LONG_BINGET INT BININT BININT1 BININT2 UNICODE SHORT_BINUNICODE BINUNICODE".split()
 )
+# of tuples, lists, numbers and tensors as well
+CHECKPOINT_OPCODES = PLAIN_OPCODES | set(
+    "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS NONE NEWTRUE NEWFALSE LONG1 "
+    "BINFLOAT GLOBAL REDUCE BUILD BINPERSID".split()
+)
+# of a pickle: one byte makes an empty dict of 64, and hashing more tuples, each in the next, could
+# overflow the stack
+MAX_CONTAINERS = 20_000
+STORAGES = {  # PyTorch's classes
+    f"{name}Storage": dtype
+    for name, dtype in (
+        ("Float", torch.float32),
+        ("Double", torch.float64),
+        ("Half", torch.float16),
+        ("BFloat16", torch.bfloat16),
+        ("Long", torch.int64),
+        ("Int", torch.int32),
+        ("Bool", torch.bool),
+    )
+}
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
 NANOGPT_NAMES = {  # as QWEN3_NAMES
     "embedding": "transformer.wte",
@@ -165,22 +185,58 @@ def our_weights(
     return {name: tensor.float().contiguous() for name, tensor in weights.items()}
 
 
-class PlainUnpickler(pickle.Unpickler):
-    """Refuses classes and functions; `read_meta` has checked the other opcodes before."""
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint that is not read yet."""
 
-    def find_class(self, module: str, name: str) -> NoReturn:
+    dtype: torch.dtype
+    key: str  # of its storage, the name of an entry of the archive
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class StateDict(dict[str, Any]):
+    """Stands for an OrderedDict, whose attributes are left out."""
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+class Unpickler(pickle.Unpickler):
+    """Calls nothing but the two stand-ins of this module; `read_pickle` has checked the opcodes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return StateDict
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, *rest: StoredTensor(*storage, *rest[:3])
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name]
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> tuple[torch.dtype, str]:
+        """Return dtype and key of a storage."""
+        _, dtype, key, _, _ = pid
+        return dtype, key
+
+
+def read_pickle(content: bytes, opcodes: Collection[str]) -> Any:
+    """Return what a pickle contains; an error if it has other opcodes."""
+    n_containers = 0
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name not in opcodes:
+            raise ValueError(f"it contains {opcode.name}")
+        n_containers += opcode.name.startswith(("TUPLE", "EMPTY_", "DICT"))
+        if n_containers > MAX_CONTAINERS:
+            raise ValueError(f"it contains over {MAX_CONTAINERS:,} tuples, lists and dicts")
+        if opcode.name.endswith("PUT") and int(argument or 0) > len(content):
+            raise ValueError("it asks for more memory than it needs")  # a table of that size
+    return Unpickler(io.BytesIO(content)).load()
 
 
 def read_meta(path: Path) -> tuple[CharTokenizer, Tensor]:
     """Return the tokenizer of a `meta.pkl`, and the ids there of its characters, (V,)."""
     content = read_regular(path, MAX_FILE_BYTES)
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name not in PLAIN_OPCODES:
-            raise ValueError(f"it contains {opcode.name}")
-        if opcode.name.endswith("PUT") and int(argument or 0) > len(content):
-            raise ValueError("it asks for more memory than it needs")  # a table of that size
-    itos = PlainUnpickler(io.BytesIO(content)).load()["itos"]
+    itos = read_pickle(content, PLAIN_OPCODES)["itos"]
     ids = {character: id_ for id_, character in itos.items()}
     characters = "".join(sorted(ids))
     if set(map(len, ids)) != {1} or sorted(itos) != list(range(len(characters))):
@@ -191,14 +247,31 @@ def read_meta(path: Path) -> tuple[CharTokenizer, Tensor]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint contains: tensors and plain values, nothing else."""
-    require_memory(2 * path.lstat().st_size, str(path))  # its bytes, and then its tensors
-    content = read_regular(path, MAX_CHECKPOINT_BYTES)
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        if sum(entry.file_size for entry in archive.infolist()) > len(content):
+    """Return what a checkpoint contains besides its optimizer, with the tensors of its model."""
+    size = path.lstat().st_size
+    require_memory(2 * size, str(path))  # its tensors as they are, and in float32
+    with open_regular(path, size) as file, zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        if sum(entry.file_size for entry in entries) > size:
             raise ValueError("it is compressed")
-    tree: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    return tree
+        (name,) = (each.filename for each in entries if each.filename.endswith("/data.pkl"))
+        if archive.getinfo(name).file_size > MAX_FILE_BYTES:
+            raise ValueError(f"its pickle is larger than {MAX_FILE_BYTES:,} bytes")
+        saved: dict[str, Any] = read_pickle(archive.read(name), CHECKPOINT_OPCODES)
+        folder = name.removesuffix("data.pkl")
+
+        @cache
+        def storage(dtype: torch.dtype, key: str) -> Tensor:
+            return torch.frombuffer(bytearray(archive.read(f"{folder}data/{key}")), dtype=dtype)
+
+        def load(value: Any) -> Any:
+            if not isinstance(value, StoredTensor):
+                return value
+            dtype, key, offset, shape, stride = value
+            return storage(dtype, key).as_strided(shape, stride, offset)
+
+        model = {name: load(each) for name, each in saved["model"].items()}
+        return {**saved, "model": model, "best_val_loss": load(saved["best_val_loss"])}
 
 
 def convert_settings(saved: dict[str, Any], vocab_size: int, path: Path) -> tuple[Config, RunState]:

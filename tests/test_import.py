@@ -5,6 +5,7 @@ import pickle
 import random
 import shutil
 import sys
+import tracemalloc
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -339,6 +340,60 @@ def test_a_memo_of_64_gigabytes_is_refused_before_it_is_made(tmp_path: Path) -> 
     paths[1].write_bytes(b"}r\xff\xff\xff\xff.")
     with pytest.raises(RunError, match="more memory than it needs"):
         import_nanogpt(*paths, tmp_path / "run")
+
+
+def shrunk_directory(checkpoint: bytes) -> bytes:
+    """Return a checkpoint with compressed entries, whose directory states smaller sizes."""
+    result = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(checkpoint)) as old,
+        zipfile.ZipFile(result, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry) + bytes(50_000_000))
+        for info in new.infolist():
+            info.file_size = 40
+    return result.getvalue()
+
+
+def test_what_a_pickle_or_archive_asks_for_is_refused_before_it_is_allocated(
+    tmp_path: Path,
+) -> None:
+    """Measured by peak memory: a refusal afterwards would look the same."""
+    paths = write(tmp_path, checkpoint_of(noisy_gpt2()))
+    good = {path: path.read_bytes() for path in paths}
+    call = b"\x80\x02c__builtin__\nbytearray\nJ\x00\xca\x9a\x3b\x85R."  # of a gigabyte
+    deep = b"\x80\x02}" + b"(" * 500_000 + b"t" * 500_000 + b"K\x01s."
+    hostile = [
+        *((paths[0], replaced_pickle(good[paths[0]], each)) for each in (call, deep)),
+        (paths[0], replaced_pickle(good[paths[0]], b"\x80\x02(" + b"}" * 20_000_000 + b"t.")),
+        (paths[0], shrunk_directory(good[paths[0]])),
+        (paths[1], b"\x80\x04(" + b"}" * 20_000_000 + b"d."),
+        (paths[1], b"\x80\x05\x96\x00\xca\x9a\x3b\0\0\0\0."),  # BYTEARRAY8 of a gigabyte
+    ]
+    tracemalloc.start()
+    try:
+        for path, content in hostile:
+            path.write_bytes(content)
+            tracemalloc.reset_peak()
+            with pytest.raises(RunError):
+                import_nanogpt(*paths, tmp_path / "run")
+            assert tracemalloc.get_traced_memory()[1] < 200_000_000, content[:50]
+            path.write_bytes(good[path])
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_optimizer_of_a_checkpoint_is_not_read(tmp_path: Path) -> None:
+    saved = checkpoint_of(noisy_gpt2())
+    saved["optimizer"]["state"] = {0: {"exp_avg": torch.zeros(10_000_000)}}
+    paths = write(tmp_path, saved)
+    tracemalloc.start()
+    try:
+        import_nanogpt(*paths, tmp_path / "run")
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_checkpoint_that_exceeds_the_memory_is_not_read(

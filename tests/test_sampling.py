@@ -469,7 +469,7 @@ def test_sampling_in_groups_gives_the_same_texts_and_reports_its_progress(make_r
     together = sample(run, num_samples=7)
     step = Mock(side_effect=NumpyDecoder.step, autospec=True)
     monkeypatch.setattr(NumpyDecoder, "step", lambda *args: step(*args))
-    monkeypatch.setattr(generation, "MAX_GROUP_BYTES", 3 * 4 * (2 * 2 * 16 * 12 + 9) + 5)
+    monkeypatch.setattr(generation, "MAX_GROUP_BYTES", 3 * (8 * 2 * 16 * 12 + 48 * 9) + 5)
     assert run.model.vocab_size == 9
     calls = []
     assert sample(run, num_samples=7, on_progress=lambda *c: calls.append(c)) == together

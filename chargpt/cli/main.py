@@ -406,7 +406,7 @@ def _in_own_words(error: Any) -> str:
     if low is None or not isinstance(error, typer.BadParameter):
         return message.rstrip(".").replace("\n", " ")
     kind = "an integer" if "integer" in message else "a number"
-    span = f"of {low:g} or more" if high is None else f"from {low:g} to {high:g}"
+    span = f"of {low:g} or more" if high is None else f"from {low:g} to {high:.12g}"
     return f"{message.partition(':')[0]}: expected {kind} {span}"
 
 

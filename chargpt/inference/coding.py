@@ -41,6 +41,7 @@ from chargpt.text.tokenizer import Tokens, UnknownPolicy
 BuildDecoder = Callable[[int], Decoder]  # of a number of lanes
 
 MAX_LANES = 64
+MAX_PROBABILITIES = 5_000_000  # L x V, which take 48 bytes each
 MAX_ADAPTIVE_LANES = 8  # the fewer, the more each learns, and the longer it takes
 MIN_LANE_TOKENS = 4096  # so that the first characters of lanes add little to the size
 # magic, version, threads of the decoder, N, step of the checkpoint, model, platform, checksum
@@ -151,7 +152,7 @@ def compress(
         raise TextError(f"the text is over {MAX_TOKENS:,} tokens; compress it in parts")
     encoder = ArithmeticEncoder()
     threads = min(os.cpu_count() or 1, 255)
-    lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
+    lanes = split_into_lanes(tokens, _max_lanes(run, adaptive))
     steps = _iter_distributions(run, lanes, len(tokens), threads, adaptive, on_progress)
     with _single_threaded_inference(run.model):
         for column, cdf in steps:
@@ -227,7 +228,7 @@ def decompress(
     require_memory(BYTES_PER_CHARACTER * count, f"a text of {count:,} characters")
     coder = ArithmeticDecoder(body)
     tokens = np.zeros(count, dtype=run.tokenizer.dtype)
-    lanes = split_into_lanes(tokens, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
+    lanes = split_into_lanes(tokens, _max_lanes(run, adaptive))
     steps = _iter_distributions(run, lanes, count, threads, adaptive, on_progress)
     with _single_threaded_inference(run.model):
         for column, cdf in steps:
@@ -345,6 +346,12 @@ class ArithmeticDecoder:
         while self.range < MIN_RANGE:
             self.offset = self.offset << 8 | next(self.further, 0)
             self.range <<= 8
+
+
+def _max_lanes(run: Run, adaptive: BuildDecoder | None) -> int:
+    """Return the most lanes; fewer of a vocabulary whose distributions need much memory."""
+    n_affordable = max(1, MAX_PROBABILITIES // run.model.vocab_size)
+    return min(n_affordable, MAX_ADAPTIVE_LANES if adaptive else MAX_LANES)
 
 
 def split_into_lanes(tokens: Tokens, max_lanes: int = MAX_LANES) -> Tokens:

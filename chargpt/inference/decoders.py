@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from chargpt.config import NORM_EPS
-from chargpt.device import can_capture, capture_graph
+from chargpt.device import can_capture, capture_graph, lazy_zeros
 from chargpt.errors import CaptureError
 from chargpt.log import logger
 from chargpt.models import KVCache, LanguageModel, StaticKVCache
@@ -320,7 +320,7 @@ class NumpyDecoder:
         bounds = [np.abs(layer.qk_norm).max(axis=(1, 2)).prod() for layer in weights.layers]
         self.may_overflow = not np.max(bounds) < MAX_SCORE  # true also for NaN
         shape = (len(weights.layers), *lead, model.config.n_head, self.block_size, 2 * half)
-        self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        self.keys, self.values = lazy_zeros(shape), lazy_zeros(shape)
         self.length = 0  # cached tokens of each sequence, at most the block size
         if prefilled is not None:
             self._copy_cache(prefilled)
@@ -382,9 +382,10 @@ class NumpyDecoder:
         """Copy the keys and values of one sequence into the cache of every sequence."""
         self.length = cache.length
         pairs = interleave(cache.keys.size(-1))
-        keys, values = cache.keys.cpu()[..., pairs], cache.values.cpu()
-        for cached, new in ((self.keys, keys), (self.values, values)):
-            layers = new[:, :, :, : self.length].detach().float().numpy()  # (L, 1, H, S, D)
+        for cached, stored in ((self.keys, cache.keys), (self.values, cache.values)):
+            new = stored[:, :, :, : self.length].cpu()  # (L, 1, H, S, D)
+            new = new[..., pairs] if cached is self.keys else new
+            layers = new.detach().float().numpy()
             cached[..., : self.length, :] = layers if self.is_batch else layers[:, 0]
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -459,13 +460,17 @@ def iter_losses(
     dtype: torch.dtype | None = None,
 ) -> Iterator[Floats]:
     """Yield (3, B, L) of tokens: loss in nats, is predicted, is the first of a character."""
-    for logits, targets in iter_logits(model, tokens, windows, lookback, dtype):
+
+    def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         correct = logits.argmax(dim=-1) == targets
         is_first = targets < model.first_continuation_id
         # one transfer from the device for all
-        stacked = torch.stack((losses.view_as(targets), correct.float(), is_first.float()))
-        yield stacked.cpu().double().numpy()
+        return torch.stack((losses.view_as(targets), correct.float(), is_first.float()))
+
+    for each in split_by_call(model, windows):
+        parts = starmap(losses_of, iter_logits(model, tokens, [each], lookback, dtype))
+        yield torch.cat([*parts], dim=2).cpu().double().numpy()
 
 
 @torch.inference_mode()
@@ -478,6 +483,8 @@ def iter_logits(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits (B, L, V) and targets (B, L) of one forward pass after another.
 
+    A window that needs more memory than one pass is bounded to is scored in parts of it.
+
     The model is in evaluation mode, and its mode is restored at the end. `lookback` is the number
     of tokens before each window that n-gram models read; -1 stands for none.
     """
@@ -486,15 +493,29 @@ def iter_logits(
         for starts, length, n_unscored in split_by_call(model, windows):
             rows = gather_rows(tokens, starts - lookback, lookback + length)
             batch = torch.from_numpy(rows).to(device)
+            before, inputs = batch[:, :lookback], batch[:, lookback:-1]
+            targets, done = batch[:, lookback + 1 :], 0
             with autocast(device, dtype):
-                before, inputs = batch[:, :lookback], batch[:, lookback:-1]
-                logits = model(inputs, before=before) if lookback else model(inputs)
-            yield logits[:, n_unscored:].float(), batch[:, lookback + 1 + n_unscored :]
+                for logits in _iter_parts(model, inputs, before):
+                    first, done = max(done, n_unscored), done + logits.size(1)
+                    if done > first:
+                        yield logits[:, first - done :].float(), targets[:, first:done]
+
+
+def _iter_parts(model: LanguageModel, inputs: Tensor, before: Tensor) -> Iterator[Tensor]:
+    """Yield the logits of inputs (B, T), whole or in parts; `before` as of `Mixture.forward`."""
+    if inputs.size(1) <= model.max_tokens_per_pass():
+        yield model(inputs, before=before) if before.size(1) else model(inputs)
+        return
+    cache = model.new_cache(len(inputs))
+    cache.tokens = before
+    yield from model.iter_parts(inputs, cache)
 
 
 def split_by_call(model: LanguageModel, windows: Sequence[Windows]) -> list[Windows]:
     """Return the windows of each forward pass, as many as its memory is bounded to."""
     max_tokens = MAX_CPU_CALL_TOKENS if model.device.type == "cpu" else MAX_CALL_TOKENS
+    max_tokens = min(max_tokens, model.max_tokens_per_pass())
     calls = []
     for each in windows:
         row_bytes = 4 * each.length * model.vocab_size

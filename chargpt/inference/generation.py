@@ -40,6 +40,7 @@ from chargpt.store.run import Run, as_run
 from chargpt.text.display import display_char
 from chargpt.text.tokenizer import CharTokenizer, Floats, Ints, Tokens, UnknownPolicy
 
+N_COPIES = 6  # of logits and probabilities of a token
 MAX_GROUP_BYTES = 256_000_000  # of KV caches and logits of sequences that are sampled together
 
 _latest_rules: WeakKeyDictionary[LanguageModel, tuple[Any, Rules]] = WeakKeyDictionary()
@@ -153,9 +154,9 @@ def sample_groups(
     Raises:
         TooFewError: after all samples, they are fewer than `num_samples`.
     """
-    # float32 numbers in the KV cache and the logits of one sequence
-    n_values = 2 * run.model.new_cache(1).keys.numel() + run.model.vocab_size
-    max_group = max(1, MAX_GROUP_BYTES // (4 * n_values))
+    # of one sequence: a KV cache in float32, and logits and probabilities in float64
+    n_bytes = 8 * run.model.new_cache(1).keys.numel() + 8 * N_COPIES * run.model.vocab_size
+    max_group = max(1, MAX_GROUP_BYTES // n_bytes)
     selection = Selection(run, options)
     found: list[Sample] = []
     while not selection.is_done:

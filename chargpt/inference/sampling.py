@@ -97,8 +97,8 @@ def prefill(
     first = np.zeros(tokenizer.vocab_size)
     if prompt.size:
         with torch.inference_mode():
-            last = model(torch.from_numpy(prompt)[None].to(model.device), cache)[0, -1]
-            first = last.float().cpu().numpy()
+            for logits in model.iter_parts(torch.from_numpy(prompt)[None].to(model.device), cache):
+                first = logits[0, -1].float().cpu().numpy()
     elif unigram is not None:
         with suppress(ChargptError), np.errstate(divide="ignore"):  # the text may be deleted
             first = np.log(unigram())

@@ -156,7 +156,8 @@ class _Search:
         prefilled = self.model.new_cache(1)
         with torch.inference_mode():
             prompt = torch.from_numpy(self.context)[None].to(self.model.device)
-            first = self.model(prompt, prefilled)[0, -1].float().cpu().numpy()
+            for each in self.model.iter_parts(prompt, prefilled):
+                first = each[0, -1].float().cpu().numpy()
         decoder = _BeamDecoder(self.model, self.width, prefilled)
         logits = np.tile(first.astype(np.float64), (self.width, 1))  # (W, V)
         while True:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.device import require_memory
+from chargpt.device import lazy_zeros, require_memory
 from chargpt.errors import TextError
 from chargpt.text.tokenizer import Tokens
 
 Shape = tuple[int, int, int, int, int]  # L, B, H, K, D
+MAX_PASS_BYTES = 256_000_000  # of the widest activation of a forward pass
 
 
 class KVCache:
@@ -35,8 +36,7 @@ class KVCache:
         """Allocate an empty cache of shape (L, B, H, K, D); DeviceError if memory is too small."""
         n_bytes = 2 * math.prod(shape) * dtype.itemsize
         require_memory(n_bytes, f"a KV cache of {shape[1]:,} x {shape[3]:,} tokens", device)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
         self.tokens = torch.zeros(shape[1], 0, dtype=torch.int64, device=device)
         self.capacity = shape[3]
         self.length = 0
@@ -82,6 +82,13 @@ class KVCache:
         for stored in (self.keys, self.values):  # (L, B, H, K, D)
             stored[:, :, :, own] = stored[:, :, :, own].index_select(1, sequences)
         self.tokens = self.tokens.index_select(0, sequences)
+
+
+def _zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros, on a CPU those of `lazy_zeros`."""
+    if device.type == "cpu" and dtype == torch.float32:
+        return torch.from_numpy(lazy_zeros(shape))
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class StaticKVCache(KVCache):
@@ -171,6 +178,22 @@ class LanguageModel(nn.Module, ABC):
             stored[:, :, :, : cache.length] = stored[:, :, :, self.block_size - cache.length :]
 
     @property
+    def width(self) -> int:
+        """Number of values per token of the widest activation, the logits included."""
+        return self.vocab_size
+
+    def max_tokens_per_pass(self, width: int = 0) -> int:
+        """Return how many tokens, each of at least `width` values, fit into MAX_PASS_BYTES."""
+        return max(1, MAX_PASS_BYTES // (4 * max(self.width, width)))
+
+    def iter_parts(self, tokens: Tensor, cache: KVCache) -> Iterator[Tensor]:
+        """Yield the logits (B, T', V) of consecutive parts of tokens (B, T), in bounded memory."""
+        # each token has a row of the mask
+        n_tokens = self.max_tokens_per_pass(self.block_size) // len(tokens)
+        for part in torch.split(tokens, max(1, n_tokens), dim=1):
+            yield self(part, cache)
+
+    @property
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(chain(self.parameters(), self.buffers())).device
@@ -212,10 +235,15 @@ def count_parameters(config: ModelConfig, vocab_size: int) -> int:
     return config.n_layer * layer + width + 2 * vocab_size * width  # norm; embedding, head
 
 
+def rotary_size(config: ModelConfig) -> int:
+    """Return the width of the rotary tables, 0 without queries and keys to rotate."""
+    return config.head_size if config.attention == "full" else 0
+
+
 def rotary_bytes(config: ModelConfig) -> int:
     """Return the peak memory of computing a model's rotary tables, in bytes."""
     entry_bytes = 8 + 8 + 4 + 4  # angles and one table in float64, two tables in float32
-    return entry_bytes * config.block_size * config.head_size * (config.kind == "gpt")
+    return entry_bytes * config.block_size * rotary_size(config) * (config.kind == "gpt")
 
 
 def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:

@@ -113,6 +113,10 @@ class Ensemble(LanguageModel):
         members = [Member(model, own, union, weight) for model, own, weight in triples]
         self.members = cast("list[Member]", nn.ModuleList(members))
 
+    @property
+    def width(self) -> int:
+        return self.vocab_size + sum(member.model.width for member in self.members)
+
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         tokens = self.check_tokens(tokens, cache)
         assert cache is None or isinstance(cache, EnsembleCache)

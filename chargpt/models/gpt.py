@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from chargpt.config import ModelConfig
-from chargpt.models import KVCache, LanguageModel
+from chargpt.models import KVCache, LanguageModel, rotary_size
 from chargpt.models.kernels import (
+    MAX_PRODUCT_ROW_BYTES,
     Dropout,
     RMSNorm,
     apply_rotary,
@@ -155,8 +156,8 @@ class Block(nn.Module):
 class GPT(LanguageModel):
     """Decoder-only transformer. Its loss before training is exactly ln V."""
 
-    cos: Tensor  # (block_size, D)
-    sin: Tensor  # (block_size, D)
+    cos: Tensor  # (block_size, D), or empty without full attention
+    sin: Tensor  # the same
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__(vocab_size, config.block_size)
@@ -167,10 +168,21 @@ class GPT(LanguageModel):
         self.blocks = cast("list[Block]", nn.ModuleList(blocks))
         self.norm = RMSNorm(config.n_embd)
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
-        cos, sin = rotary_tables(config.block_size, config.head_size, config.rope_theta)
+        cos, sin = rotary_tables(config.block_size, rotary_size(config), config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         init_weights(self)
+
+    @property
+    def width(self) -> int:
+        config = self.config
+        mlp = 2 * config.mlp_width if config.mlp == "swiglu" else 0
+        scores = 0  # of attention without a kernel that keeps them small
+        if config.attention == "average":
+            scores = self.block_size
+        elif 4 * self.block_size <= MAX_PRODUCT_ROW_BYTES:
+            scores = config.n_head * self.block_size
+        return max(self.vocab_size, 3 * config.n_embd, mlp, scores)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         tokens = self.check_tokens(tokens, cache)

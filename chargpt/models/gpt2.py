@@ -93,6 +93,10 @@ class GPT2(LanguageModel):
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=INIT_STD)
 
+    @property
+    def width(self) -> int:
+        return max(self.vocab_size, 4 * self.config.n_embd)
+
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         tokens = self.check_tokens(tokens, cache)
         x = self.embed(tokens, 0 if cache is None else cache.length)  # (B, T, C)
@@ -136,4 +140,5 @@ class GPT2(LanguageModel):
         cache.set_length(0)
         cache.tokens = kept[:, :0]
         if kept.size(1):
-            self.forward(kept, cache)
+            for _ in self.iter_parts(kept, cache):
+                ...

@@ -114,6 +114,10 @@ class Mixture(LanguageModel):
         """The orders of both n-gram models, K in all."""
         return [*self.ngram.orders, *self.word_model.orders]
 
+    @property
+    def width(self) -> int:
+        return max(self.gpt.width, 4 * self.vocab_size)  # several probabilities of each token
+
     def forward(
         self, tokens: Tensor, cache: KVCache | None = None, before: Tensor | None = None
     ) -> Tensor:

@@ -75,7 +75,7 @@ class Corpus:
     Attributes:
         name: short name for messages and tables.
         key: hash of the text's content and of the settings that determine its tokens.
-        tokens: the whole text, shape (tokens,), memory-mapped, read-only.
+        tokens: the whole text, shape (tokens,), read-only, memory-mapped if it is long.
         settings: of the text; the splits are computed from them, not stored.
         rare_count: number of occurrences of characters that are not in the vocabulary.
         files: that it was read from; none of a text in memory or standard input.

@@ -373,8 +373,8 @@ def _fold_blanks(tokens: Tokens, corpus: Corpus) -> Tokens:
     if " " not in characters:
         return tokens
     space, table = characters.index(" "), np.arange(corpus.tokenizer.vocab_size, dtype=tokens.dtype)
-    blanks = set("\n\r\t") & set(characters) - set(corpus.tokenizer.eos_token)
-    table[[characters.index(each) for each in blanks]] = space
+    blanks = (each for each in "\n\r\t" if each != corpus.tokenizer.eos_token)
+    table[[characters.index(each) for each in blanks if each in characters]] = space
     folded = table[tokens]
     is_kept = np.ones(len(folded), dtype=bool)
     is_kept[1:] = (folded[1:] != space) | (folded[:-1] != space)

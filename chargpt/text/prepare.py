@@ -75,6 +75,7 @@ JOURNAL, UNSHUFFLED = "journal.jsonl", ("unshuffled.bin", "unshuffled-lines.bin"
 TEXT_FILES = (TOKENS, LINES, META, JOURNAL, *UNSHUFFLED)
 KEY_VERSION = 1
 MAX_META_BYTES = 500_000_000  # of a million files
+MAX_HELD_BYTES = 1 << 26  # of a file that is read into memory instead of mapped
 MAX_START = 500_000  # characters by which a list is recognised
 MIN_SEGMENTS = 8  # of a text for several processes, which take 0.3 s to start
 
@@ -669,8 +670,15 @@ def _crc32(file: IO[bytes], size: int, check: Callable[[bytes], None] = lambda _
 
 
 def _mapped(path: Path, dtype: Any) -> Any:
-    """Return the array in a file that is moved or deleted later, memory-mapped where that works."""
-    return np.fromfile(path, dtype) if IS_WINDOWS else np.memmap(path, dtype, mode="r")
+    """Return the array in a file that is moved or deleted later: mapped, or a short one in memory.
+
+    Reading a map of a file that was truncated ends the process by SIGBUS, without a word.
+    """
+    if not IS_WINDOWS and path.stat().st_size > MAX_HELD_BYTES:
+        return np.memmap(path, dtype, mode="r")
+    array = np.fromfile(path, dtype)
+    array.setflags(write=False)
+    return array
 
 
 def _open(folder: Path, settings: TextConfig, tokenizer: CharTokenizer, meta: _Meta) -> Corpus:

@@ -37,6 +37,8 @@ CHUNK_BYTES = 1 << 19  # small enough for a processor's cache, with its text and
 SEGMENT_BYTES = 1 << 25  # of a text, read by one process
 MAX_TEXT_BYTES = 100 * 10**9  # of all files together, decompressed
 MAX_READ_CHARACTERS = 1 << 30  # of a text that is read as a whole
+# decompressed bytes of a gzip file: some, and more of a large one
+MAX_EXPANDED, MAX_EXPANSION = 1 << 26, 100
 MAX_FILES = 1_000_000
 CHANGED = "{} changed while it was read; try again when nothing writes to it"
 MAX_COMPARED_NAMES = 2000  # of files, with one that does not exist
@@ -558,11 +560,18 @@ def _find_cuts(file: TextFile, settings: TextConfig) -> Iterator[int]:
 def _read(stretch: Stretch, stream: IO[bytes] | None) -> Iterator[tuple[bytes, int]]:
     """Yield chunks of a file or stream, decompressed if it is a gzip file, and the bytes read.
 
-    Of an empty one there is one empty chunk.
+    Of an empty one there is one empty chunk. It is not read: those of /proc and /sys state a size
+    of 0, and some of them have no end.
+
+    Raises:
+        TextError: it cannot be read, or is a gzip file that is damaged or expands too much.
     """
     name, begin, end = stretch
     try:
         with open(name, "rb", buffering=0) if stream is None else nullcontext(stream) as raw:
+            if stream is None and not os.fstat(raw.fileno()).st_size:
+                yield b"", 0
+                return
             raw.seek(0)
             is_gzip = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC or name.lower().endswith(".gz")
             raw.seek(begin)
@@ -575,6 +584,11 @@ def _read(stretch: Stretch, stream: IO[bytes] | None) -> Iterator[tuple[bytes, i
             content = read()
             yield content, raw.tell()
             while content := read():
+                if is_gzip and file.tell() > max(MAX_EXPANDED, MAX_EXPANSION * raw.tell()):
+                    raise TextError(
+                        f"{name} is a gzip file that expands to over {MAX_EXPANSION} times its "
+                        "size; if it is a text, decompress it with gunzip"
+                    )
                 yield content, raw.tell()
     except (gzip.BadGzipFile, EOFError, zlib.error):
         raise TextError(

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from chargpt.device import require_memory
 from chargpt.inference.decoders import ModelDecoder
 from chargpt.inference.evaluation import OnProgress
 from chargpt.models.mixture import NO_TOKEN, Mixture
@@ -25,6 +26,7 @@ from chargpt.training.optim import Optimizer
 
 LR_FRACTION = 0.03  # of the run's learning rates
 GATE_LR = 0.02
+N_COPIES = 4  # of the widest activation, while the model learns
 COUNT_EVERY = 0.005  # fraction of the counted tokens: after so many new ones, all are counted again
 
 
@@ -53,6 +55,14 @@ class AdaptiveMixture:
         n_new = min((n_tokens - 1) % self.stride + 1, n_tokens - 1)  # nothing predicts the first
         if not n_new:
             return torch.zeros(len(history), 0)
+        if not self.n_updates:
+            n_values = len(history) * min(n_tokens, self.model.block_size) * self.model.width
+            require_memory(
+                4 * N_COPIES * n_values,
+                "learning from a text with this block and vocabulary",
+                self.model.device,
+                "leave --adaptive out",
+            )
         inputs, log_probs = gate_data(self.model, self.window(history, self.model.block_size + 1))
         inputs, log_probs = inputs[:, -n_new:], log_probs[:, -n_new:]
         loss = -log_probs[..., 0].mean()  # of the GPT
@@ -103,8 +113,8 @@ class AdaptiveDecoder:
         self.decoder = ModelDecoder(model, len(rows))
         self.decoder.cache.tokens = rows[:, : model.lookback]
         with torch.inference_mode():
-            logits = model(rows[:, model.lookback :], self.decoder.cache)
-        last: npt.NDArray[np.float32] = logits[:, -1].cpu().numpy()
+            for logits in model.iter_parts(rows[:, model.lookback :], self.decoder.cache):
+                last: npt.NDArray[np.float32] = logits[:, -1].cpu().numpy()
         return last
 
 

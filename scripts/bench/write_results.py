@@ -3,7 +3,8 @@
     python scripts/bench/write_results.py
 
 README.md gets one short table, benchmarks/README.md the full tables and docs/reliability.md the
-results of the torture test. A test checks that the pages match the records.
+results of the torture test, and docs/security.md the memory of commands. A test checks that the
+pages match the records.
 """
 
 import json
@@ -432,6 +433,28 @@ def mutation(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def memory(found: dict[str, Any]) -> list[str]:
+    """Return the table of the peak memory of each command, over all hostile runs."""
+    by_command: dict[str, list[dict[str, Any]]] = {}
+    for each in found["results"]:
+        by_command.setdefault(each["command"], []).append(each)
+    rows = []
+    for words, results in by_command.items():
+        largest = max(results, key=lambda each: int(each["peak_mb"]))
+        codes = ", ".join(map(str, sorted({each["code"] for each in results})))
+        wrong = [f"{each['run']}: {', '.join(each['problems'])}" for each in results]
+        wrong = [each for each in wrong if not each.endswith(": ")]
+        peak = f"{largest['peak_mb']:,} MB"
+        rows.append([f"`{words}`", peak, largest["run"], codes, "; ".join(wrong)])
+    return [
+        f"{found['date']}, commit {found['commit']}, {found['hardware']}:",
+        "",
+        *table(["command", "peak memory", "run", "exit codes", "beyond the limits"], rows),
+        "",
+        f"`{command(found)}`",
+    ]
+
+
 def reliability() -> str:
     """Return the results of docs/reliability.md."""
     return with_markers(
@@ -499,6 +522,7 @@ def pages() -> dict[Path, str]:
         ROOT / "README.md": with_markers(summary()),
         ROOT / "benchmarks" / "README.md": benchmarks(),
         ROOT / "docs" / "reliability.md": reliability(),
+        ROOT / "docs" / "security.md": with_markers(memory(record("memory"))),
     }
     return {path: replace_results(path.read_text("utf-8"), text) for path, text in results.items()}
 

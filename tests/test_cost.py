@@ -1,0 +1,141 @@
+"""What a file of someone else may cost is bounded before it is paid."""
+
+import gzip
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from noise import fill_with_noise
+
+import chargpt.models
+from chargpt.config import Config, ModelConfig
+from chargpt.device import lazy_zeros
+from chargpt.errors import ConfigError, TextError
+from chargpt.inference.evaluation import evaluate_tokens, iter_losses, sliding_windows
+from chargpt.inference.sampling import prefill
+from chargpt.models import LanguageModel, build_model, rotary_bytes
+from chargpt.models.ensemble import Ensemble
+from chargpt.models.mixture import Mixture
+from chargpt.text.prepare import prepare, read_prepared
+from chargpt.text.source import find_text, read_text
+from chargpt.text.tokenizer import CharTokenizer
+
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 24}
+TOKENIZER = CharTokenizer("\n abcdef")
+TOKENS = np.random.default_rng(0).integers(0, 8, 200).astype(np.uint8)
+
+
+def noisy(**values: object) -> LanguageModel:
+    config = ModelConfig(**{**SIZES, **values})  # type: ignore[arg-type]
+    return fill_with_noise(build_model(config, TOKENIZER.vocab_size)).eval()
+
+
+def models() -> dict[str, LanguageModel]:
+    gpt = noisy()
+    return {
+        "gpt": gpt,
+        "average": noisy(attention="average"),
+        "gpt2": noisy(kind="gpt2"),
+        "bigram": noisy(kind="bigram"),
+        "mixture": Mixture(gpt, TOKENS, TOKENIZER).eval(),  # type: ignore[arg-type]
+        "ensemble": Ensemble([gpt, noisy(block_size=8)], [TOKENIZER] * 2, [0.7, 0.3]).eval(),
+    }
+
+
+@pytest.mark.parametrize("name", models())
+def test_a_window_in_parts_has_the_losses_of_the_whole(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with leading targets that are not scored, and after a prompt."""
+    model = models()[name]
+    windows = sliding_windows(len(TOKENS) - 1, 24, 5)
+    expected = [*iter_losses(model, TOKENS, windows, model.lookback)]
+    last, cache = prefill(model, TOKENIZER, TOKENS[:21])
+    largest = 0
+    forward = type(model).forward
+
+    def recorded(
+        self: LanguageModel, tokens: torch.Tensor, *args: object, **more: object
+    ) -> object:
+        nonlocal largest
+        largest = max(largest, tokens.numel()) if self is model else largest
+        return forward(self, tokens, *args, **more)
+
+    monkeypatch.setattr(type(model), "forward", recorded)
+    monkeypatch.setattr(chargpt.models, "MAX_PASS_BYTES", 7 * 4 * max(model.width, 24))
+    found = [*iter_losses(model, TOKENS, windows, model.lookback)]
+    assert largest == 7
+    assert sum(each.shape[1] for each in found) == sum(each.shape[1] for each in expected)
+    joined, whole = (np.concatenate([e.reshape(3, -1) for e in x], 1) for x in (found, expected))
+    np.testing.assert_allclose(joined, whole, atol=2e-5)
+    again, other = prefill(model, TOKENIZER, TOKENS[:21])
+    assert other.length == cache.length == 21
+    np.testing.assert_allclose(again, last, atol=2e-5)
+
+
+def test_the_widest_activation_counts() -> None:
+    assert noisy(n_inner=100_000).width == 200_000
+    assert noisy(attention="average", block_size=65_536).width == 65_536
+    assert noisy(n_head=8, block_size=256).width == 2048
+    assert noisy(n_embd=400).width == max(1200, 2 * 1088)
+
+
+def test_a_model_without_queries_and_keys_has_no_rotary_tables() -> None:
+    config = ModelConfig(n_embd=8192, n_head=1, attention="none", mlp="none", block_size=65_536)
+    assert rotary_bytes(config) == 0
+    assert build_model(config, 2).num_parameters() == 5 * 8192
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_long_cache_takes_memory_only_where_it_is_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    array = lazy_zeros((1000, 65_536, 8))  # of 2 GB
+    array[:, 0] = 1
+    assert array[:, :2].sum() == 8000
+    assert resident() - before < 300_000_000
+    model = noisy(n_layer=64, n_embd=128, block_size=65_536, n_inner=1)  # of 4 GB
+    before = resident()
+    prefill(model, TOKENIZER, TOKENS)
+    assert resident() - before < 300_000_000
+
+
+def test_a_small_file_that_expands_to_gigabytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "text.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(80):
+            file.write(b"a" * 1_000_000)
+    with pytest.raises(TextError, match="expands to over 100 times its size"):
+        read_text(path)
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b"a" * 60_000_000)
+    assert len(read_text(path)) == 60_000_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_file_of_proc_is_not_read() -> None:
+    """It states a size of 0, and some, such as /proc/kmsg, have no end."""
+    assert read_text("/proc/self/status") == ""
+
+
+@pytest.mark.parametrize("key", ["length", "lines", "max_chars", "no_copy", "num_samples", "top_k"])
+def test_a_setting_beyond_what_can_be_computed_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"sample.{key}"):
+        Config().with_values({f"sample.{key}": 10**30})
+
+
+def test_a_short_text_outlives_its_file(tmp_path: Path, verse: Path) -> None:
+    """Reading a map of a truncated file would end the process by SIGBUS."""
+    settings = Config().with_values({"text.path": str(verse)}).text
+    prepared = prepare(find_text(settings), settings, tmp_path)
+    corpus = read_prepared(tmp_path, settings, prepared.tokenizer)
+    text = corpus.tokenizer.decode(corpus.tokens)
+    os.truncate(tmp_path / "tokens.bin", 0)
+    for each in (prepared, corpus):
+        assert each.tokenizer.decode(each.tokens) == text
+        assert evaluate_tokens(build_model(ModelConfig(**SIZES), 80), each.tokens[:50])  # type: ignore[arg-type]
