@@ -130,7 +130,8 @@ def test_the_compute_optimal_ratio_is_where_the_loss_is_lowest(
 def test_programs_within_scripts_import_what_they_use(tmp_path: Path) -> None:
     for script in SCRIPTS.rglob("*.py"):
         for number, node in enumerate(ast.walk(ast.parse(script.read_text("utf-8")))):
-            if isinstance(node, ast.Constant) and "\nimport " in f"\n{node.value}":
+            is_program = isinstance(node, ast.Constant) and "\n" in str(node.value).strip()
+            if is_program and "\nimport " in f"\n{node.value}":
                 path = tmp_path / f"{script.stem}-{number}.py"
                 path.write_text(str(node.value), "utf-8")
     assert len(list(tmp_path.iterdir())) >= 4
