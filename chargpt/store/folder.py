@@ -219,7 +219,10 @@ class RunFolder:
         Raises:
             OSError: the folder is gone, there is another at its path, or a link in it.
         """
-        if self.identity is not None and identity_of(self.path) != self.identity:
+        identity = self.identity
+        if self._descriptor is not None:  # some file systems number their inodes anew
+            identity = identity_of(self._descriptor)
+        if identity is not None and identity_of(self.path) != identity:
             self.moved_from = self.moved_from or self.path
             if self._descriptor is None:
                 raise OSError(errno.ESTALE, "it is no longer at its path", str(self.path))
@@ -531,10 +534,10 @@ def link_files(source: Path, target: Path) -> None:
     sync_directory(target)
 
 
-def identity_of(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of the folder at a path; None if there is none."""
+def identity_of(path: Path | int) -> tuple[int, int] | None:
+    """Return device and inode of the folder at a path or descriptor; None if there is none."""
     try:
-        status = path.stat()
+        status = os.stat(path)
     except OSError as error:
         if is_missing(error):
             return None
