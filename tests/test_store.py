@@ -33,7 +33,7 @@ from chargpt.store.checkpoint import (
 )
 from chargpt.store.folder import RunFolder, find_foreign_file, has_checkpoint
 from chargpt.store.listing import list_runs
-from chargpt.store.metrics import MetricsLog, to_line
+from chargpt.store.metrics import RECORD_BYTES, MetricsLog, to_line
 from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.store.tensors import serialize
 from chargpt.store.verify import verify
@@ -831,7 +831,7 @@ def test_hostile_metrics_are_damaged_lines(run: RunFolder, line: str) -> None:
 def test_a_log_too_long_for_memory_is_thinned_evenly_but_for_its_validations(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n_bytes = 100 * len(to_line({"step": 100, "val_nats_per_char": 1.0}))
+    n_bytes = 100 * (len(to_line({"step": 100, "val_nats_per_char": 1.0})) + RECORD_BYTES)
     monkeypatch.setattr("chargpt.store.metrics.MAX_KEPT_BYTES", n_bytes)
     for step in range(1, 1001):
         kind = "val_nats_per_char" if step % 100 == 0 else "loss"

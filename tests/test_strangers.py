@@ -7,11 +7,13 @@ to the folder that it has locked.
 import contextlib
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.numpy
 from conftest import POSIX, Cli, refusal
 from saving import CONFIG, TOKENIZER, save
 
@@ -253,6 +255,39 @@ def test_lines_of_earlier_versions_have_no_checksum_and_later_ones_must(run: Run
         file.write('{"step": 3, "loss": 1.0}\n')
     assert [record["loss"] for record in run.metrics.records()] == [3.0, 2.0]
     assert "damaged lines: 1 of 3" in " ".join(run.metrics.problems(2))
+
+
+@pytest.mark.parametrize("n_keys", [0, 10, 1000, 100_000])
+def test_metrics_of_any_kind_take_bounded_memory(
+    n_keys: int, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chargpt.store.metrics.MAX_KEPT_BYTES", 1_000_000)
+    with open(run.metrics.path, "w") as file:
+        for number in range(max(1, 300_000 // (n_keys + 1))):
+            keys = "".join(f',"{number}.{key}":1' for key in range(n_keys))
+            file.write(f'{{"step":{number}{keys}}}\n')
+    tracemalloc.start()
+    try:
+        assert run.metrics.records()
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 15_000_000
+    assert peak < 40_000_000
+
+
+def test_a_mixture_of_complex_numbers_is_refused(mixed_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(mixed_run, tmp_path / "run")
+    path = tmp_path / "run" / "mixture.safetensors"
+    arrays = safetensors.numpy.load_file(path)
+    del arrays["sha256"]
+    arrays["output"] = arrays["output"].astype("complex64")
+    safetensors.numpy.save_file(arrays, path)
+    with pytest.raises(RunError, match=r"mixture\.safetensors cannot be used"):
+        chargpt.with_mixture(load_run(tmp_path / "run", device="cpu"))
+    assert "mixture.safetensors cannot be used" in " ".join(
+        verify(RunFolder(tmp_path / "run")).problems
+    )
 
 
 def test_every_flipped_bit_of_a_mixture_is_seen_or_changes_no_number(

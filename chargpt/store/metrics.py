@@ -21,7 +21,8 @@ from chargpt.store.commit import read_error
 VALIDATION = "val_nats_per_char"
 MAX_METRICS_BYTES = 2_000_000_000  # about 100 bytes per step
 MAX_LINE_BYTES = 10_000_000
-MAX_KEPT_BYTES = 20_000_000  # of the lines of records in memory, which take up to ten times that
+# Of the lines of records in memory, and an addition for each: they take up to ten times that.
+MAX_KEPT_BYTES, RECORD_BYTES = 40_000_000, 100
 MAX_VALUE = 1e39  # beyond it no float32 is finite
 CHECKSUM = re.compile(rb', "crc32": ([0-9]{1,10})\}.?\Z', re.DOTALL)  # the end of a line
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -72,8 +73,8 @@ class MetricsLog:
             for number, (line, record) in enumerate(self._parsed()):
                 damaged += record is None and is_damage(line)
                 if record is not None and (number % every == 0 or VALIDATION in record):
-                    kept.append((len(line), record))
-                    n_bytes += len(line)
+                    kept.append((len(line) + RECORD_BYTES, record))
+                    n_bytes += len(line) + RECORD_BYTES
                 while n_bytes > MAX_KEPT_BYTES and len(kept) > 1:
                     kept, every = _thinned(kept), 2 * every
                     n_bytes = sum(size for size, _ in kept)
