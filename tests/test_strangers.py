@@ -111,7 +111,7 @@ def test_a_run_that_holds_a_link_is_refused_and_the_link_not_followed(
     with pytest.raises(RunError, match="there is no run under"):
         newest_run(run.path.parent)
     with pytest.raises(OSError, match="link"):
-        run.follow()
+        run.require_own()
     assert contents(tmp_path) == before
 
 

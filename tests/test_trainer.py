@@ -463,7 +463,9 @@ def test_metrics_that_cannot_be_written_are_named_once_and_end_the_training_as_u
     trainer = start_trainer(tiny_config(), corpus, tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
     path.mkdir()  # root may write to a file of any mode
-    with pytest.raises(UnsavedError, match=r"cannot write the metrics of .* \(Is a directory\)"):
+    with pytest.raises(
+        UnsavedError, match=r"cannot write the metrics of .* \(it is not a regular file\)"
+    ):
         list(trainer.steps())
     assert [note.partition(" at step")[0] for note in notes] == [
         "cannot write the metrics of the run"

@@ -178,7 +178,7 @@ class RunFolder:
             yield self
         except BaseException:
             with suppress(OSError):
-                self.follow()
+                self.require_own()
                 if (
                     is_new
                     and self.is_created
@@ -188,7 +188,7 @@ class RunFolder:
             raise
         finally:
             with suppress(OSError):
-                self.follow()
+                self.require_own()
                 self._delete_new()
                 if IS_WINDOWS:
                     self._lock.release()
@@ -217,7 +217,7 @@ class RunFolder:
         """Update the path if the folder was renamed, so that a write reaches no other one.
 
         Raises:
-            OSError: the folder is gone, there is another at its path, or a link in it.
+            OSError: the folder is gone, or there is another at its path.
         """
         identity = self.identity
         if self._descriptor is not None:  # some file systems number their inodes anew
@@ -228,6 +228,14 @@ class RunFolder:
                 raise OSError(errno.ESTALE, "it is no longer at its path", str(self.path))
             self.path = path_of(self._descriptor)
             self.metrics.path = self.path / METRICS
+
+    def require_own(self) -> None:
+        """Check before a write that it reaches this folder, and nothing through a link.
+
+        Raises:
+            OSError: as `follow`, or a link is in place of a file or folder of the run.
+        """
+        self.follow()
         if (link := find_link(self.path)) is not None:
             raise OSError(errno.ELOOP, f"{link} in it is a link, a pipe or a device")
 
@@ -286,7 +294,7 @@ class RunFolder:
         try:
             # again: another process may have created one since the start
             self.require_unused(replace=replace)
-            self.follow()
+            self.require_own()
             if self.moved_from is not None:
                 raise RunError(f"{self.moved_from} was renamed to {self.path}; start again")
             if text != self.new_text:
@@ -353,7 +361,8 @@ class RunFolder:
             ) from None
 
     def write_config(self, config: Config) -> None:
-        """Write `config.yaml`."""
+        """Write `config.yaml`; OSError as of `require_own`."""
+        self.require_own()
         write_atomically(self.path / CONFIG, config.to_yaml().encode())
 
     def save(
@@ -376,6 +385,7 @@ class RunFolder:
             TOKENIZER: [tokenizer.to_json().encode()],
             STATE: [state.to_json()],
         }
+        self.require_own()
         self.require_space(sum(len(chunk) for chunks in files.values() for chunk in chunks))
         self.checkpoints.mkdir(exist_ok=True)
         folder = write_checkpoint(self.checkpoints, state.step, files)
@@ -393,7 +403,7 @@ class RunFolder:
             return {*names} - {name_of(best_step or 0)} if is_outer else {LOCK}
 
         with suppress(OSError):
-            self.follow()
+            self.require_own()
             shutil.copytree(self.path, copy.path, True, ignore, dirs_exist_ok=True)  # links as such
         with suppress(OSError):
             copy.metrics.unwritten = self.metrics.unwritten

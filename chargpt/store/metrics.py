@@ -4,9 +4,11 @@ Each line ends with the CRC-32 of the object without it, `crc32`. Those that ear
 written, at the beginning of a log, have none.
 """
 
+import errno
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -47,7 +49,12 @@ class MetricsLog:
             OSError: the write failed; the lines are kept for the next call.
         """
         self.unwritten += [to_line(record) for record in records]
-        size = self.path.stat().st_size if self.path.exists() else 0
+        size = 0
+        with suppress(FileNotFoundError):
+            status = self.path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file", str(self.path))
+            size = status.st_size
         try:
             with open(self.path, "a", encoding="utf-8", newline="\n") as file:
                 file.writelines(self.unwritten)

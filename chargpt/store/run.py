@@ -138,7 +138,7 @@ class Run:
         """
         folder = RunFolder(self.folder, self.identity)
         try:
-            folder.follow()
+            folder.require_own()
         except OSError as error:
             raise RunError(
                 f"{self.folder} cannot be written ({reason_of(error)}); nothing was written: see "

@@ -56,16 +56,18 @@ class RunWriter:
         self._write("metrics", partial(self.folder.metrics.append, *records))
         if self.has_tensorboard and records and not self.errors:
             try:
-                self._add_to_tensorboard(self.folder.path / TENSORBOARD, *records)
+                self._add_to_tensorboard(self.folder, *records)
             except OSError:  # metrics.jsonl holds the same records
                 self.has_tensorboard, self.tensorboard = False, None
 
-    def _add_to_tensorboard(self, folder: Path, *records: Mapping[str, Any]) -> None:
+    def _add_to_tensorboard(self, folder: RunFolder, *records: Mapping[str, Any]) -> None:
         """Write scalars and texts; those of later steps in earlier files are hidden."""
         if self.tensorboard is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.tensorboard = SummaryWriter(str(folder), purge_step=self.step + 1)
+            folder.require_own()
+            path = str(folder.path / TENSORBOARD)
+            self.tensorboard = SummaryWriter(path, purge_step=self.step + 1)
         for record in records:
             self.step = record["step"]
             for name, value in record.items():
