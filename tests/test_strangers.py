@@ -211,6 +211,7 @@ def test_a_run_without_its_checkpoints_is_not_begun_anew(
     Path("r/checkpoints").rename("on-a-disk-that-is-not-mounted")
     before = contents(Path("r"))
     assert "whose folder checkpoints is missing; restore it" in refusal(cli(*command))
+    assert "r/checkpoints is missing; restore it" in refusal(cli("sample", "r"))
     assert contents(Path("r")) == before
     Path("on-a-disk-that-is-not-mounted").rename("r/checkpoints")
     assert cli(*command[:-1], "train.max_steps=6").returncode == 0

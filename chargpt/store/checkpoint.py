@@ -18,7 +18,7 @@ from torch import Tensor
 from chargpt.config import Config, ModelConfig, validate
 from chargpt.device import require_memory
 from chargpt.errors import ChargptError, DeviceError, RunError, UnreadableError
-from chargpt.files import Buffers, entry_names, parse_yaml, quoted, to_json
+from chargpt.files import Buffers, entry_names, exists, parse_yaml, quoted, to_json
 from chargpt.models import build_model, count_parameters, rotary_bytes
 from chargpt.store import commit
 from chargpt.store.tensors import deserialize, load_weights
@@ -267,6 +267,8 @@ def _snapshot(parent: Path) -> set[tuple[str, int]]:
 def _candidates(parent: Path, which: str, skipped: list[str]) -> list[Path]:
     """Return the checkpoints to try in order; add to `skipped` what hides which one is the best."""
     folders = list_checkpoints(parent)[::-1]
+    if not folders and not exists(parent):
+        raise RunError(f"{parent} is missing; restore it (is its disk mounted?)")
     if not folders:
         run = quoted(parent.parent)
         raise RunError(

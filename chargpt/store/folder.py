@@ -142,7 +142,7 @@ class RunFolder:
         if not replace and CONFIG in names and CHECKPOINTS not in names:
             raise RunError(
                 f"{path} is a run whose folder {CHECKPOINTS} is missing; restore it (is its disk "
-                "mounted?), or rename the run and start a new one with --force"
+                "mounted?), or start a new run with --force, which renames this one"
             )
         if not replace and (has_results(path) or foreign is not None):
             raise RunError(
