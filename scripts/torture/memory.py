@@ -235,7 +235,7 @@ def measure(words: str, run: str, work: Path) -> dict[str, Any]:
                 child.kill()
             if seconds > limit:
                 child.send_signal(signal.SIGKILL if is_stopped else signal.SIGINT)
-                is_stopped, limit = True, seconds + 10
+                is_stopped, limit = True, seconds + 30  # it prints what there is
             time.sleep(0.02)
         child.returncode = code = os.waitstatus_to_exitcode(status)
         err.seek(0)
