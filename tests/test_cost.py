@@ -14,6 +14,7 @@ import chargpt.models
 from chargpt.config import Config, ModelConfig
 from chargpt.device import lazy_zeros
 from chargpt.errors import ConfigError, TextError
+from chargpt.inference.decoders import ModelDecoder
 from chargpt.inference.evaluation import evaluate_tokens, iter_losses, sliding_windows
 from chargpt.inference.sampling import prefill
 from chargpt.models import LanguageModel, build_model, rotary_bytes
@@ -86,7 +87,9 @@ def test_the_widest_activation_counts() -> None:
 def test_a_model_without_queries_and_keys_has_no_rotary_tables() -> None:
     config = ModelConfig(n_embd=8192, n_head=1, attention="none", mlp="none", block_size=65_536)
     assert rotary_bytes(config) == 0
-    assert build_model(config, 2).num_parameters() == 5 * 8192
+    model = build_model(config, 2)
+    assert model.num_parameters() == 5 * 8192
+    assert model.new_cache(1).keys.numel() == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -99,9 +102,11 @@ def test_a_long_cache_takes_memory_only_where_it_is_written() -> None:
     array[:, 0] = 1
     assert array[:, :2].sum() == 8000
     assert resident() - before < 300_000_000
+    del array
     model = noisy(n_layer=64, n_embd=128, block_size=65_536, n_inner=1)  # of 4 GB
     before = resident()
-    prefill(model, TOKENIZER, TOKENS)
+    cache = prefill(model, TOKENIZER, TOKENS)[1]
+    ModelDecoder(model, 1, cache)
     assert resident() - before < 300_000_000
 
 

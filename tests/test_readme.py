@@ -124,7 +124,8 @@ def test_results_between_the_markers_equal_the_generated_ones() -> None:
     script = load_script(REPOSITORY / "scripts" / "bench" / "write_results.py")
     pages = script.pages()
     names = {str(path.relative_to(REPOSITORY)) for path in pages}
-    assert names == {"README.md", "benchmarks/README.md", "docs/reliability.md"}
+    documents = {"docs/reliability.md", "docs/security.md"}
+    assert names == {"README.md", "benchmarks/README.md", *documents}
     for path, content in pages.items():
         assert path.read_text(encoding="utf-8") == content
         assert content.count(script.START) == content.count(script.END) == 1

@@ -4,7 +4,6 @@ Nothing is followed through a link, what decides a number has a checksum, and a 
 to the folder that it has locked.
 """
 
-import contextlib
 import os
 import shutil
 import tracemalloc
@@ -129,6 +128,28 @@ def test_a_link_of_another_name_in_a_run_stays_and_hinders_nothing(
     copy = RunFolder(tmp_path / "copy")
     run.copy_to(copy, 1)
     assert (copy.path / "notes").is_symlink()
+
+
+def test_a_locked_folder_whose_inode_is_numbered_anew_has_not_moved(run: RunFolder) -> None:
+    with run.locked():
+        run.identity = (0, 0)  # as on a file system in user space
+        run.follow()
+        assert run.moved_from is None
+        save(run, 1)
+
+
+def test_an_old_start_whose_deletion_is_killed_is_no_run_without_checkpoints(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, *_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("os.rmdir", killed)
+        patched.setattr(Path, "rmdir", killed)
+        RunFolder(run.path).create(CONFIG, TOKENIZER)
+    assert not (run.path / "config.yaml").exists()
+    RunFolder(run.path).create(CONFIG, TOKENIZER)
 
 
 def train_until(
@@ -356,7 +377,7 @@ def test_compress_keeps_the_checkpoint_before_it_compresses(
         done = cli("compress", "r", "t.txt", f"{number}.cgpt", "--keep", "--mixture")
         assert (done.returncode == 0) == (number == 1), done.stderr
         assert Path(f"{number}.cgpt").exists() == (number == 1)
-        with contextlib.suppress(FileNotFoundError):
+        if number == 1:
             (Path("r") / "checkpoints" / f"step-{step:08d}" / "keep").unlink()
     assert seen == [True, True]
     assert not RunFolder(Path("r")).is_kept(step)

@@ -67,8 +67,8 @@ class KVCache:
 
     def copy_from(self, other: "KVCache") -> None:
         """Copy the tokens of another cache of the same capacity, whose batch may be 1."""
-        self.keys.copy_(other.keys)
-        self.values.copy_(other.values)
+        for own, stored in ((self.keys, other.keys), (self.values, other.values)):
+            own[:, :, :, : other.length] = stored[:, :, :, : other.length]
         self.tokens = other.tokens.expand(self.keys.size(1), -1)
         self.set_length(other.length)
 

@@ -227,7 +227,8 @@ class GPT(LanguageModel):
     def new_cache(self, batch_size: int, cache_type: type[KVCache] = KVCache) -> KVCache:
         """Return an empty cache; of type `StaticKVCache` for steps captured as a CUDA graph."""
         config = self.config
-        shape = (config.n_layer, batch_size, config.n_head, self.block_size, config.head_size)
+        size = 0 if config.attention == "none" else config.head_size
+        shape = (config.n_layer, batch_size, config.n_head, self.block_size, size)
         return cache_type(shape, self.cos.dtype, self.cos.device)
 
     def evict_oldest_half(self, cache: KVCache) -> None:

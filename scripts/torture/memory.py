@@ -162,46 +162,46 @@ def hostile_checkpoint() -> bytes:
 
 def commands(run: str = "RUN") -> Iterator[str]:
     """Yield the words of every command that reads a run."""
-    yield f"verify {run}"
-    yield "runs ."
-    yield f"sample {run} --seed 1"
-    yield f"sample {run} --seed 1 -n 100 --num-samples 64 --json"
-    yield f"sample {run} --seed 1 -n 50 --top-k 5 --num-samples 64"
-    yield f"sample {run} --seed 1 -n 50 --only abc"
-    yield f"sample {run} --seed 1 -n 50 --no-copy 20 --overlap"
-    yield f"sample {run} --before text.txt --after short.txt -n 20 --candidates 2"
-    yield f"sample {run} {run} -n 20 --seed 1"
-    yield f"sample {run} --mixture -n 20"
-    yield f"sample {run} --interactive --plain -n 20"
-    yield f"evaluate {run}"
-    yield f"evaluate {run} --protocol sliding --max-characters 200"
-    yield f"evaluate {run} --text text.txt"
-    yield f"score {run} text.txt"
-    yield f"score {run} text.txt --adaptive"
-    yield f"score {run} text.txt --with {run}"
-    yield f"compress {run} text.txt out/{run}.cgpt"
-    yield f"decompress {run} out/{run}.cgpt out/{run}.txt"
-    yield f"explain {run}"
-    yield f"report {run} --out out/{run}.html"
-    yield f"compare {run} {run}"
-    yield f"play {run} --out out/{run}-page.html"
+    yield f"chargpt verify {run}"
+    yield "chargpt runs ."
+    yield f"chargpt sample {run} --seed 1"
+    yield f"chargpt sample {run} --seed 1 -n 100 --num-samples 64 --json"
+    yield f"chargpt sample {run} --seed 1 -n 50 --top-k 5 --num-samples 64"
+    yield f"chargpt sample {run} --seed 1 -n 50 --only abc"
+    yield f"chargpt sample {run} --seed 1 -n 50 --no-copy 20 --overlap"
+    yield f"chargpt sample {run} --before text.txt --after short.txt -n 20 --candidates 2"
+    yield f"chargpt sample {run} {run} -n 20 --seed 1"
+    yield f"chargpt sample {run} --mixture -n 20"
+    yield f"chargpt sample {run} --interactive --plain -n 20"
+    yield f"chargpt evaluate {run}"
+    yield f"chargpt evaluate {run} --protocol sliding --max-characters 200"
+    yield f"chargpt evaluate {run} --text text.txt"
+    yield f"chargpt score {run} text.txt"
+    yield f"chargpt score {run} text.txt --adaptive"
+    yield f"chargpt score {run} text.txt --with {run}"
+    yield f"chargpt compress {run} text.txt out/{run}.cgpt"
+    yield f"chargpt decompress {run} out/{run}.cgpt out/{run}.txt"
+    yield f"chargpt explain {run}"
+    yield f"chargpt report {run} --out out/{run}.html"
+    yield f"chargpt compare {run} {run}"
+    yield f"chargpt play {run} --out out/{run}-page.html"
     for kind in ("hf", "gguf", "onnx", "html"):
-        yield f"export {kind} {run} out/{run}-{kind}"
-    yield f"import hf out/{run}-hf out/{run}-copy"
-    yield f"train --resume {run} -s train.max_steps=2"
-    yield f"train text.txt --from {run} --out out/{run}-tuned -s train.max_steps=1"
+        yield f"chargpt export {kind} {run} out/{run}-{kind}"
+    yield f"chargpt import hf out/{run}-hf out/{run}-copy"
+    yield f"chargpt train --resume {run} -s train.max_steps=2"
+    yield f"chargpt train text.txt --from {run} --out out/{run}-tuned -s train.max_steps=1"
 
 
 def other_commands() -> Iterator[str]:
     """Yield commands that read other files of a stranger."""
     for command in ("evaluate RUN --text", "score RUN", "sample RUN --prompt-file"):
-        yield f"{command} bomb.txt.gz"
-    yield "compress RUN bomb.txt.gz out/bomb.cgpt"
-    yield "data info bomb.txt.gz"
-    yield "explain bomb.txt.gz"
-    yield "import nanogpt ckpt.pt out/imported --meta meta.pkl"
-    yield "evaluate RUN --text /proc/kmsg"
-    yield "evaluate RUN --text /dev/zero"
+        yield f"chargpt {command} bomb.txt.gz"
+    yield "chargpt compress RUN bomb.txt.gz out/bomb.cgpt"
+    yield "chargpt data info bomb.txt.gz"
+    yield "chargpt explain bomb.txt.gz"
+    yield "chargpt import nanogpt ckpt.pt out/imported --meta meta.pkl"
+    yield "chargpt evaluate RUN --text /proc/kmsg"
+    yield "chargpt evaluate RUN --text /dev/zero"
 
 
 def resident_bytes(pid: int) -> int:
@@ -217,7 +217,7 @@ def measure(words: str, run: str, work: Path) -> dict[str, Any]:
     start = time.perf_counter()
     with tempfile.TemporaryFile("w+", encoding="utf-8") as err:
         child = subprocess.Popen(
-            [sys.executable, "-m", "chargpt", *words.replace("RUN", run).split()],
+            [sys.executable, "-m", *words.replace("RUN", run).split()],
             cwd=work,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -225,7 +225,10 @@ def measure(words: str, run: str, work: Path) -> dict[str, Any]:
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         )
         limit: float
-        limit, is_stopped = STOP_SECONDS if words.startswith("sample") else MAX_SECONDS, False
+        limit, is_stopped = (
+            STOP_SECONDS if words.startswith("chargpt sample") else MAX_SECONDS,
+            False,
+        )
         while True:
             pid, status, usage = os.wait4(child.pid, os.WNOHANG)
             seconds = time.perf_counter() - start
@@ -235,14 +238,14 @@ def measure(words: str, run: str, work: Path) -> dict[str, Any]:
                 child.kill()
             if seconds > limit:
                 child.send_signal(signal.SIGKILL if is_stopped else signal.SIGINT)
-                is_stopped, limit = True, seconds + 10
+                is_stopped, limit = True, seconds + 30  # it prints what there is
             time.sleep(0.02)
         child.returncode = code = os.waitstatus_to_exitcode(status)
         err.seek(0)
         messages = err.read()
     peak = 1024 * usage.ru_maxrss
     problems = []
-    allowed = {130} if is_stopped and words.startswith("sample") else CODES
+    allowed = {130} if is_stopped and words.startswith("chargpt sample") else CODES
     if code not in allowed:
         problems.append(f"exit code {code}")
     if "Traceback" in messages:
@@ -253,13 +256,13 @@ def measure(words: str, run: str, work: Path) -> dict[str, Any]:
         problems.append("time")
     last = [line for line in messages.splitlines() if line.startswith("chargpt: ")][-1:]
     return {
-        "command": f"chargpt {words}",
+        "command": words,
         "run": run,
         "code": code,
         "peak_mb": round(peak / 1e6),
         "seconds": round(seconds, 1),
         "problems": problems,
-        "message": "".join(last)[:300] if code not in (0, 130) else "",
+        "message": "".join(last).replace(f"{work}/", "")[:300] if code not in (0, 130) else "",
     }
 
 
