@@ -144,10 +144,10 @@ def test_an_old_start_whose_deletion_is_killed_is_no_run_without_checkpoints(
     def killed(path: Path, *_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("os.rmdir", killed)
+    with monkeypatch.context() as patched:
         patched.setattr(Path, "rmdir", killed)
-        RunFolder(run.path).create(CONFIG, TOKENIZER)
+        with pytest.raises(KeyboardInterrupt):
+            RunFolder(run.path).create(CONFIG, TOKENIZER)
     assert not (run.path / "config.yaml").exists()
     RunFolder(run.path).create(CONFIG, TOKENIZER)
 

@@ -43,12 +43,12 @@ class MetricsLog:
         self.unwritten: list[str] = []  # lines whose write failed, for the next `append`
 
     def append(self, *records: Mapping[str, object]) -> None:
-        """Append a line each, after any lines whose earlier write failed.
+        """Append a line each, after any lines that are not written yet.
 
         Raises:
             OSError: the write failed; the lines are kept for the next call.
         """
-        self.unwritten += [to_line(record) for record in records]
+        self.hold(*records)
         size = 0
         with suppress(FileNotFoundError):
             status = self.path.lstat()
@@ -63,6 +63,10 @@ class MetricsLog:
                 os.truncate(self.path, size)  # a full disk may have taken a part of a line
             raise
         self.unwritten.clear()
+
+    def hold(self, *records: Mapping[str, object]) -> None:
+        """Keep records for the next `append`."""
+        self.unwritten += [to_line(record) for record in records]
 
     def records(self) -> list[dict[str, Any]]:
         """Return the records in order, without damaged lines, whose number is logged.

@@ -444,6 +444,8 @@ class Trainer:
 
     def _require_saved(self) -> None:
         """Raise an UnsavedError if the last checkpoint or metrics could not be written."""
+        if "metrics" in self.writer.errors:
+            self.writer.record()  # the error may have been one of the moment
         if self.folder is None or (failure := self.save_failure) is None:
             return
         remedy, saved_step = "free some space or correct the permissions", self.writer.saved_step

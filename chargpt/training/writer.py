@@ -53,7 +53,8 @@ class RunWriter:
         """Append records to the metrics, and those whose earlier write failed."""
         if self.folder is None:
             return
-        self._write("metrics", partial(self.folder.metrics.append, *records))
+        self.folder.metrics.hold(*records)
+        self._write("metrics", self.folder.metrics.append)
         if self.has_tensorboard and records and not self.errors:
             try:
                 self._add_to_tensorboard(self.folder, *records)
