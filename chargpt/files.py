@@ -298,7 +298,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     It raises ValueError for these and for files larger than `max_bytes`, else OSError.
     """
     with open_regular(path, max_bytes) as file:
-        return file.read()
+        return file.read(os.fstat(file.fileno()).st_size)  # that of /proc/kmsg is 0, without an end
 
 
 def open_regular(path: Path, max_bytes: int) -> IO[bytes]:

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -461,12 +461,12 @@ def test_what_is_made_during_the_check_stays(
 
     def interfere(*_: object) -> ExportCheck:
         path.write_text("my own")
-        return ExportCheck("a program", 0, 0)
+        return ExportCheck("a program", 1, 0, 0)
 
     for module in ("check", "html"):
         monkeypatch.setattr(f"chargpt.export.{module}.compare", interfere)
     for name in ("huggingface.TransformersRuntime", "gguf.LlamaRuntime", "onnx.OnnxRuntime"):
-        monkeypatch.setattr(f"chargpt.export.{name}", lambda _: None)
+        monkeypatch.setattr(f"chargpt.export.{name}", lambda _, **__: None)
     before = {*os.listdir(tmp_path)}
     assert "x exists; " in refusal(cli("export", kind, "run", "x"))
     assert path.read_text() == "my own"
@@ -526,3 +526,16 @@ def test_a_missing_package_is_named_with_its_remedy(
     without(monkeypatch, package)
     with pytest.raises(ConfigError, match=r"pip install '.\[export\]'"):
         EXPORTS[kind](run_of(TOKENIZERS["ascii"]), tmp_path / "x")
+
+
+def test_prompts_of_a_check_are_bounded_by_vocabulary_layers_and_block() -> None:
+    def bounds(vocab_size: int, n_layer: int, block_size: int) -> int:
+        config = Config().with_values({"model.n_layer": n_layer})
+        model = SimpleNamespace(vocab_size=vocab_size, block_size=block_size)
+        return check.max_prompt_tokens(cast(Run, SimpleNamespace(model=model, config=config)))
+
+    assert bounds(65, 6, 256) == 255
+    assert bounds(5000, 12, 2048) == 2047
+    assert bounds(200_000, 12, 2048) == 100
+    assert bounds(65, 250, 65_536) == 400
+    assert bounds(65, 6, 1) == 1

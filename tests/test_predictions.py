@@ -9,6 +9,7 @@ import pytest
 import torch
 from noise import bigram_of_counts, fill_with_noise
 
+import chargpt.models
 from chargpt.analysis import predictions
 from chargpt.config import ModelConfig, TextConfig
 from chargpt.inference.evaluation import evaluate_tokens
@@ -48,6 +49,17 @@ def test_predictions_agree_with_the_loss_and_accuracy_of_the_protocol(
     np.testing.assert_array_equal(found.targets, tokens[1:])
     np.testing.assert_array_equal(found.context_length[:26], [*range(1, 25), 1, 2])
     assert ((found.confidence >= 1 / corpus.tokenizer.vocab_size) & (found.confidence <= 1)).all()
+
+
+def test_predictions_in_parts_of_a_window_have_the_same_contexts(
+    corpus: Corpus, model: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = predictions.predict(model, corpus.split("val"), 200)
+    monkeypatch.setattr(chargpt.models, "MAX_PASS_BYTES", 5 * 4 * model.width)
+    parts = predictions.predict(model, corpus.split("val"), 200)
+    assert len(whole.targets) > 100
+    assert whole.context_length.tolist() == parts.context_length.tolist()
+    np.testing.assert_allclose(whole.nll, parts.nll, atol=1e-5)
 
 
 def test_groups_partition_the_characters(corpus: Corpus, model: GPT) -> None:

@@ -25,6 +25,7 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.listing import list_runs
 from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.store.verify import verify
+from chargpt.training.start import Request, open_session
 
 pytest_plugins = ["shared_runs"]
 pytestmark = POSIX
@@ -193,17 +194,46 @@ def test_a_run_that_is_renamed_while_it_trains_is_saved_there_and_stops(
     assert chargpt.train(moved, settings=more, start="resume", device="cpu").folder == moved
 
 
+@pytest.mark.parametrize("has_other", [False, True])
 def test_a_run_that_is_deleted_while_it_trains_is_saved_as_a_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_other: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    path = tmp_path / "run"
-    with pytest.raises(UnsavedError, match=r"\(No such file or directory\); it is saved in") as end:
-        train_until(path, lambda: shutil.rmtree(path), TEXT)
-    assert not path.exists()
+    path, asked = tmp_path / "run", list[str]()
+    other: dict[str, object] = {}
+    request = Request(text=TEXT, settings=QUICK, out=path)
+    with pytest.raises(UnsavedError) as end, open_session(request) as session:
+        for report in session.reports(wait_for_space=lambda cause: bool(asked.append(cause))):
+            if report.step == 20:
+                shutil.rmtree(path)
+                if has_other:
+                    save(RunFolder(path).create(CONFIG, TOKENIZER), 7)
+                    (path / "notes").write_text("of the other")
+                    other.update(contents(path))
     (copy,) = tmp_path.glob("chargpt-*/run")
-    assert f"chargpt.train('{copy}', start='resume')" in str(end.value)
+    assert "(No such file or directory); it is saved in" in str(end.value)
+    assert f"chargpt train --resume {copy}" in str(end.value)
+    assert asked == []  # space would not help
     assert load_run(copy, "latest", "cpu").step < 40
+    assert not (copy / "notes").exists()
+    assert contents(path) == other if has_other else not path.exists()
+
+
+def test_what_is_written_for_a_loaded_run_reaches_no_other_one(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    save(run, 1)
+    loaded = load_run(run.path, "latest", "cpu")
+    assert loaded.writable_folder().path == run.path
+    (run.path / "report.html").symlink_to(tmp_path / "nothing")
+    with pytest.raises(RunError, match="report.html in it is a link"):
+        loaded.writable_folder()
+    run.path.rename(tmp_path / "moved")
+    with pytest.raises(RunError, match="it is no longer at its path"):
+        loaded.writable_folder()
+    save(RunFolder(run.path).create(CONFIG, TOKENIZER), 1)
+    with pytest.raises(RunError, match="it is no longer at its path"):
+        loaded.writable_folder()
 
 
 def test_a_link_put_into_a_run_while_it_trains_is_not_written_through(

@@ -73,11 +73,11 @@ def predict(model: LanguageModel, tokens: Tokens, max_tokens: int) -> Prediction
     """Return the predictions on a text, or on `max_tokens` spread evenly over it."""
     columns: list[tuple[torch.Tensor, ...]] = []
     windows = block_windows(len(tokens) - 1, model.block_size, max_tokens)
-    for logits, targets in iter_logits(model, tokens, windows, model.lookback):
+    for logits, targets, first in iter_logits(model, tokens, windows, model.lookback):
         log_probs = logits.log_softmax(dim=-1)  # (B, L, V)
         best, predicted = log_probs.max(dim=-1)  # (B, L)
         nll = -log_probs.gather(2, targets[..., None]).squeeze(2)
-        lengths = torch.arange(1, targets.size(1) + 1).expand(targets.shape)
+        lengths = torch.arange(first + 1, first + targets.size(1) + 1).expand(targets.shape)
         columns.append((targets, lengths, nll, best.exp(), predicted == targets))
     joined = (torch.cat([x.flatten() for x in parts]).cpu() for parts in zip(*columns, strict=True))
     # on the CPU: not every device has float64
@@ -152,7 +152,7 @@ def score_passage(
     read = tokenizer.decode_stream()
     read(int(tokens[0]))
     windows = sliding_windows(len(tokens) - 1, model.block_size)
-    for logits, targets in iter_logits(model, tokens, windows):
+    for logits, targets, _ in iter_logits(model, tokens, windows):
         log_probs = logits.log_softmax(dim=-1)  # (B, L, V)
         top = log_probs.topk(min(TOP_K, log_probs.size(2)), dim=-1)
         target_log_probs = log_probs.gather(2, targets[..., None]).squeeze(2)

@@ -23,7 +23,9 @@ from chargpt.models.gpt import GPT
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
 
-N_PROMPTS = 64
+N_PROMPTS, MIN_PROMPTS = 64, 4  # fewer of a large vocabulary, whose logits take long to compare
+# of a prompt, which is shorter than the block where these would be more
+MAX_LOGITS, MAX_LAYER_TOKENS = 20_000_000, 100_000
 MAX_DIFFERENCE = 5e-3  # of a log-probability in float32: rounding stays far below
 SEED = 1337
 OUTSIDE = "é\u200dяक字😀\0\ufffd"  # characters that few vocabularies have
@@ -48,13 +50,14 @@ class ExportCheck:
     """Result of a check."""
 
     runtime: str  # name of the program that opened the export
+    n_prompts: int  # that were compared
     difference: float  # the largest one of a log-probability
     divergence: float  # mean Kullback-Leibler divergence from the run's predictions, in nats
 
     def describe(self) -> str:
         """Return the result in a sentence."""
         return (
-            f"checked with {self.runtime}: the same tokens for {N_PROMPTS} prompts, "
+            f"checked with {self.runtime}: the same tokens for {self.n_prompts} prompts, "
             f"log-probabilities within {self.difference:.1e}, "
             f"mean Kullback-Leibler divergence {self.divergence:.1e} nats"
         )
@@ -159,7 +162,7 @@ def compare(run: Run, runtime: Runtime, max_divergence: float | None = None) -> 
             raise _differs(runtime, "its logits are not finite, or not as many")
         difference = max(difference, float(np.abs(ours - theirs).max()))
         divergences.append(float((np.exp(ours) * (ours - theirs)).sum(axis=-1).mean()))
-    check = ExportCheck(runtime.name, difference, float(np.mean(divergences)))
+    check = ExportCheck(runtime.name, len(divergences), difference, float(np.mean(divergences)))
     if max_divergence is None and difference > MAX_DIFFERENCE:
         raise _differs(runtime, f"a log-probability differs by {difference:.2g}")
     if max_divergence is not None and check.divergence > max_divergence:
@@ -178,14 +181,22 @@ def _differs(runtime: Runtime, cause: str) -> OperationError:
     )
 
 
-def prompts(run: Run) -> list[str]:
-    """Return texts of 1 to `block_size` - 1 tokens: one half random characters, one half sampled.
+def max_prompt_tokens(run: Run) -> int:
+    """Return the length of the longest prompt, at most `block_size` - 1.
 
     llama.cpp wants room for one more token.
     """
-    tokenizer, half = run.tokenizer, N_PROMPTS // 2
+    affordable = min(
+        MAX_LOGITS // run.model.vocab_size, MAX_LAYER_TOKENS // run.config.model.n_layer
+    )
+    return max(1, min(run.model.block_size - 1, affordable))
+
+
+def prompts(run: Run) -> list[str]:
+    """Return texts of 1 to `max_prompt_tokens`: one half random characters, one half sampled."""
+    tokenizer, size = run.tokenizer, max_prompt_tokens(run)
+    half = max(MIN_PROMPTS, min(N_PROMPTS, 1000 * N_PROMPTS // tokenizer.vocab_size)) // 2
     generator = np.random.default_rng(SEED)
-    size = max(1, run.model.block_size - 1)
     alphabet = tokenizer.characters
     if tokenizer.has_bytes or tokenizer.has_unknown:
         alphabet += OUTSIDE

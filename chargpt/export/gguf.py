@@ -15,7 +15,7 @@ import numpy as np
 from chargpt import __version__
 from chargpt.config import NORM_EPS
 from chargpt.errors import ConfigError
-from chargpt.export.check import ExportCheck, Logits, write_checked
+from chargpt.export.check import ExportCheck, Logits, max_prompt_tokens, write_checked
 from chargpt.export.huggingface import qwen3_weights
 from chargpt.files import write_atomically
 from chargpt.models.gpt import GPT
@@ -71,7 +71,7 @@ def export_gguf(
         "GGUF",
         partial(write_gguf, precision=precision),
         "xllamacpp",
-        LlamaRuntime,
+        partial(LlamaRuntime, n_ctx=max_prompt_tokens(run) + 1),
         None if precision == "f32" else MAX_DIVERGENCE,
         force=force,
     )
@@ -159,16 +159,19 @@ class LlamaRuntime:
     Args:
         path: of the file.
         threads: of the CPU.
+        n_ctx: length of the KV cache in tokens, which takes memory; 0: as the file says.
         is_exact: compute attention in float32; by default llama.cpp does in float16, which is
             faster and differs in the third digit.
     """
 
-    def __init__(self, path: Path, threads: int = 1, *, is_exact: bool = True) -> None:
+    def __init__(
+        self, path: Path, threads: int = 1, *, n_ctx: int = 0, is_exact: bool = True
+    ) -> None:
         xllamacpp: Any = import_module("xllamacpp")
         self.name = f"llama.cpp (xllamacpp {xllamacpp.__version__})"
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
-        params.n_ctx = 0  # as the file says
+        params.n_ctx = n_ctx
         params.n_parallel = 1
         params.ctx_shift = True  # evict the older half of a full cache, as `sample` does
         if is_exact:

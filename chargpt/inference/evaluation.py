@@ -461,7 +461,7 @@ def iter_losses(
 ) -> Iterator[Floats]:
     """Yield (3, B, L) of tokens: loss in nats, is predicted, is the first of a character."""
 
-    def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
+    def losses_of(logits: Tensor, targets: Tensor, _: int) -> Tensor:
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         correct = logits.argmax(dim=-1) == targets
         is_first = targets < model.first_continuation_id
@@ -480,10 +480,11 @@ def iter_logits(
     windows: Sequence[Windows],
     lookback: int = 0,
     dtype: torch.dtype | None = None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits (B, L, V) and targets (B, L) of one forward pass after another.
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield logits (B, L, V), targets (B, L) and the number of tokens of the window before these.
 
-    A window that needs more memory than one pass is bounded to is scored in parts of it.
+    They are those of one forward pass after another: a window that needs more memory than a pass is
+    bounded to is scored in parts.
 
     The model is in evaluation mode, and its mode is restored at the end. `lookback` is the number
     of tokens before each window that n-gram models read; -1 stands for none.
@@ -499,7 +500,7 @@ def iter_logits(
                 for logits in _iter_parts(model, inputs, before):
                     first, done = max(done, n_unscored), done + logits.size(1)
                     if done > first:
-                        yield logits[:, first - done :].float(), targets[:, first:done]
+                        yield logits[:, first - done :].float(), targets[:, first:done], first
 
 
 def _iter_parts(model: LanguageModel, inputs: Tensor, before: Tensor) -> Iterator[Tensor]:

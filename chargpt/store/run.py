@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chargpt.config import Config
-from chargpt.device import choose_device, configure, tune_threads
+from chargpt.device import choose_device, configure, require_memory, tune_threads
 from chargpt.errors import RunError, TextError, most_similar, reason_of
 from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
@@ -67,6 +67,7 @@ class Run:
         Raises:
             TextError: the text is empty or longer than the block size.
             UnknownCharacterError: the vocabulary lacks a character.
+            DeviceError: the logits do not fit in memory.
         """
         if not isinstance(text, str):
             raise TextError(f"expected a text (it is {text!r:.100})")
@@ -77,6 +78,8 @@ class Run:
                 f"the text has {len(tokens):,} {unit}, and logits are computed for 1 to "
                 f"{self.model.block_size:,} (the block size); give a text of that length"
             )
+        # logits of the layers' type, and in float32
+        require_memory(8 * len(tokens) * self.model.vocab_size, "the logits", self.model.device)
         logits: Tensor = self.model(tokens[None].to(self.model.device))[0]  # (tokens, V)
         return logits.float().cpu()
 

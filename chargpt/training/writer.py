@@ -55,7 +55,7 @@ class RunWriter:
             return
         self.folder.metrics.hold(*records)
         self._write("metrics", self.folder.metrics.append)
-        if self.has_tensorboard and records and not self.errors:
+        if self.has_tensorboard and records:
             try:
                 self._add_to_tensorboard(self.folder, *records)
             except OSError:  # metrics.jsonl holds the same records

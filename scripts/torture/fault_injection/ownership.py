@@ -184,11 +184,13 @@ def _to_pipe(folder: Path, target: Path, command: list[str]) -> str | None:
 def _to_private_file(folder: Path, target: Path, command: list[str]) -> str | None:
     _run(command, folder)
     target.chmod(0o600)
-    size = target.stat().st_size
-    target.write_bytes(target.read_bytes()[:4000])
+    before = target.stat()
     _run(command, folder)
-    mode = stat.S_IMODE(target.stat().st_mode)
-    return None if mode == 0o600 and target.stat().st_size == size else f"mode {mode:o}"
+    after = target.stat()
+    if after.st_ino == before.st_ino:
+        return "it was not written again"
+    mode = stat.S_IMODE(after.st_mode)
+    return None if mode == 0o600 and after.st_size == before.st_size else f"mode {mode:o}"
 
 
 def _to_foreign_file(folder: Path, target: Path, command: list[str]) -> str | None:
