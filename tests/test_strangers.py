@@ -202,14 +202,19 @@ def test_a_run_that_is_deleted_while_it_trains_is_saved_as_a_copy(
     path, asked = tmp_path / "run", list[str]()
     other: dict[str, object] = {}
     request = Request(text=TEXT, settings=QUICK, out=path)
-    with pytest.raises(UnsavedError) as end, open_session(request) as session:
-        for report in session.reports(wait_for_space=lambda cause: bool(asked.append(cause))):
-            if report.step == 20:
-                shutil.rmtree(path)
-                if has_other:
-                    save(RunFolder(path).create(CONFIG, TOKENIZER), 7)
-                    (path / "notes").write_text("of the other")
-                    other.update(contents(path))
+
+    def train() -> None:
+        with open_session(request) as session:
+            for report in session.reports(wait_for_space=lambda cause: bool(asked.append(cause))):
+                if report.step == 20:
+                    shutil.rmtree(path)
+                    if has_other:
+                        save(RunFolder(path).create(CONFIG, TOKENIZER), 7)
+                        (path / "notes").write_text("of the other")
+                        other.update(contents(path))
+
+    with pytest.raises(UnsavedError) as end:
+        train()
     (copy,) = tmp_path.glob("chargpt-*/run")
     assert "(No such file or directory); it is saved in" in str(end.value)
     assert f"chargpt train --resume {copy}" in str(end.value)
@@ -226,7 +231,7 @@ def test_what_is_written_for_a_loaded_run_reaches_no_other_one(
     loaded = load_run(run.path, "latest", "cpu")
     assert loaded.writable_folder().path == run.path
     (run.path / "report.html").symlink_to(tmp_path / "nothing")
-    with pytest.raises(RunError, match="report.html in it is a link"):
+    with pytest.raises(RunError, match=r"report\.html in it is a link"):
         loaded.writable_folder()
     run.path.rename(tmp_path / "moved")
     with pytest.raises(RunError, match="it is no longer at its path"):
