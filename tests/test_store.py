@@ -243,6 +243,14 @@ def test_a_failed_creation_leaves_no_folder(
     run.create(CONFIG, TOKENIZER)
 
 
+def test_a_run_whose_settings_no_config_can_hold_is_not_created(tmp_path: Path) -> None:
+    characters = "".join(map(chr, range(0x20000, 0x20000 + 2 * 10**5)))
+    config = CONFIG.with_values({"text.extra_characters": characters})
+    with pytest.raises(RunError, match="the settings take over 200,000 characters"):
+        RunFolder(tmp_path / "run").create(config, TOKENIZER)
+    assert not (tmp_path / "run").exists()
+
+
 def prepared_text(parent: Path) -> Path:
     folder = parent / "text"
     folder.mkdir()

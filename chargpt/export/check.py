@@ -23,7 +23,7 @@ from chargpt.models.gpt import GPT
 from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
 
-N_PROMPTS, MIN_PROMPTS = 64, 4  # fewer of a large vocabulary, whose logits take long to compare
+N_PROMPTS, MIN_PROMPTS = 64, 4  # fewer of a large vocabulary or of many layers, which take long
 # of a prompt, which is shorter than the block where these would be more
 MAX_LOGITS, MAX_LAYER_TOKENS = 20_000_000, 100_000
 MAX_DIFFERENCE = 5e-3  # of a log-probability in float32: rounding stays far below
@@ -194,8 +194,9 @@ def max_prompt_tokens(run: Run) -> int:
 
 def prompts(run: Run) -> list[str]:
     """Return texts of 1 to `max_prompt_tokens`: one half random characters, one half sampled."""
-    tokenizer, size = run.tokenizer, max_prompt_tokens(run)
-    half = max(MIN_PROMPTS, min(N_PROMPTS, 1000 * N_PROMPTS // tokenizer.vocab_size)) // 2
+    tokenizer, size, n_layer = run.tokenizer, max_prompt_tokens(run), run.config.model.n_layer
+    affordable = min(1000 * N_PROMPTS // tokenizer.vocab_size, 16 * N_PROMPTS // n_layer)
+    half = max(MIN_PROMPTS, min(N_PROMPTS, affordable)) // 2
     generator = np.random.default_rng(SEED)
     alphabet = tokenizer.characters
     if tokenizer.has_bytes or tokenizer.has_unknown:

@@ -27,6 +27,7 @@ from chargpt.distributed import is_main_rank
 from chargpt.errors import ChargptError, RunError, reason_of
 from chargpt.files import (
     IS_WINDOWS,
+    MAX_YAML_CHARACTERS,
     UNSUPPORTED,
     entry_names,
     exists,
@@ -288,9 +289,14 @@ class RunFolder:
             replace: whether the old run may have results.
 
         Raises:
-            RunError: the path is in use, or cannot be written.
+            RunError: the path is in use, cannot be written, or no config can hold the settings.
         """
-        new = self.path / NEW
+        new, content = self.path / NEW, config.to_yaml()
+        if len(content) > MAX_YAML_CHARACTERS:
+            raise RunError(
+                f"the settings take over {MAX_YAML_CHARACTERS:,} characters, the maximum of a "
+                "config; shorten the longest (text.extra_characters: characters of the base run)"
+            )
         try:
             # again: another process may have created one since the start
             self.require_unused(replace=replace)
@@ -304,7 +310,7 @@ class RunFolder:
                 link_files(text, self.new_text)
             (self.new_text / JOURNAL).unlink(missing_ok=True)
             tokenizer.save(new / TOKENIZER)
-            write_atomically(new / CONFIG, config.to_yaml().encode())
+            write_atomically(new / CONFIG, content.encode())
             if has_results(self.path):
                 self._rename_old_run()
             else:
