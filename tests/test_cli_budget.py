@@ -233,7 +233,7 @@ def test_speeds_are_in_characters_and_models_by_their_kind() -> None:
     assert corpus.characters_per_token < 0.9
     trainer = trainer_module.Trainer(load_config("bigram"), corpus)
     pace = pace_of(Deadline.from_budget(10.0), speed=1e6)
-    shown = describe_plan(Session(trainer, RunFolder(Path("run")), None, 1.0, pace))
+    shown = "\n".join(describe_plan(Session(trainer, RunFolder(Path("run")), None, 1.0, pace)))
     assert f"{1e6 * corpus.characters_per_token:,.0f} characters/s" in shown
     assert f"{trainer.model.num_parameters():,} parameters" in shown
     assert f"= {short(round(650 * 8192 * corpus.characters_per_token))} characters (" in shown

@@ -20,22 +20,22 @@ TINY = (
 
 
 @POSIX
-def test_a_run_that_is_moved_away_while_it_trains_is_saved_again(
+def test_a_run_that_is_moved_away_while_it_trains_is_saved_there_and_ends(
     verse: Path, tmp_path: Path
 ) -> None:
     long = "-s train.max_steps=100000 -s train.save_every=5 --out r".split()
     process = start_cli("train", verse, *TINY, *long, cwd=tmp_path)
-    for folder in ("r", "away"):
-        end = time.monotonic() + 60
-        while not list_checkpoints(tmp_path / "r" / "checkpoints"):
-            assert time.monotonic() < end, process.communicate(timeout=5)
-            time.sleep(0.05)
-        if folder == "r":
-            (tmp_path / "r").rename(tmp_path / "away")
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    end = time.monotonic() + 60
+    while not list_checkpoints(tmp_path / "r" / "checkpoints"):
+        assert time.monotonic() < end, process.communicate(timeout=5)
+        time.sleep(0.05)
+    (tmp_path / "r").rename(tmp_path / "away")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "r was renamed to away during training, which stopped at step" in err
+    assert "resume with\n  chargpt train --resume away\n" in err
     assert load_run(tmp_path / "away", "latest", "cpu").step
-    assert load_run(tmp_path / "r", "latest", "cpu").step
+    assert not (tmp_path / "r").exists()
 
 
 @POSIX

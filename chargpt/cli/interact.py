@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.application import get_app
+from prompt_toolkit.application import get_app, get_app_or_none
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
@@ -149,7 +149,11 @@ def end_by_signal(number: int, _frame: object) -> None:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     hang_up(number)
-    raise Stopped(number)
+    app = get_app_or_none()
+    if app is None or app.loop is None or app.is_done:
+        raise Stopped(number)
+    # raised here, it could end a task of the line editor only
+    app.loop.call_soon_threadsafe(partial(app.exit, exception=Stopped(number)))
 
 
 def interact(run: Run, config: Config, *, begins: bool, is_plain: bool = False) -> None:

@@ -196,7 +196,7 @@ def fetch(entry: Entry, folder: Path = DATA, on_progress: TextProgress | None = 
         if exists(target):
             raise TextError(
                 f"{target} exists and is not the published {entry.name}; rename or delete it, or "
-                "choose another folder with --to"
+                "download to another folder"
             )
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as temporary:

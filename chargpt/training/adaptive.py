@@ -61,7 +61,7 @@ class AdaptiveMixture:
                 4 * N_COPIES * n_values,
                 "learning from a text with this block and vocabulary",
                 self.model.device,
-                "leave --adaptive out",
+                "score it without learning",
             )
         inputs, log_probs = gate_data(self.model, self.window(history, self.model.block_size + 1))
         inputs, log_probs = inputs[:, -n_new:], log_probs[:, -n_new:]
