@@ -17,6 +17,7 @@ from conftest import POSIX, Cli, refusal
 from saving import CONFIG, TOKENIZER, save
 
 import chargpt
+from chargpt.analysis.report import write_report
 from chargpt.errors import RunError, UnsavedError
 from chargpt.inference.scoring import score
 from chargpt.store import commit
@@ -416,6 +417,21 @@ def test_compress_keeps_the_checkpoint_before_it_compresses(
             (Path("r") / "checkpoints" / f"step-{step:08d}" / "keep").unlink()
     assert seen == [True, True]
     assert not RunFolder(Path("r")).is_kept(step)
+
+
+def test_a_report_reaches_no_run_that_was_put_in_place_of_its_own(
+    mixed_run: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(mixed_run, path)
+    run = load_run(path, device="cpu")
+    corpus = run.corpus()
+    path.rename(tmp_path / "moved")
+    shutil.copytree(mixed_run, path)
+    before = contents(path)
+    with pytest.raises(RunError, match="it is no longer at its path"):
+        write_report(run, corpus=corpus)
+    assert contents(path) == before
 
 
 def test_verify_names_a_page_of_the_run_that_was_changed(

@@ -67,8 +67,7 @@ def write_report(
         TextError: the run's text is not available.
         ChargptError: the page cannot be written.
     """
-    path = path or run.folder / REPORT
-    require_output(path)
+    require_output(path or run.folder / REPORT)
     corpus = corpus or run.corpus()
     scores = scores or evaluate_run(run, corpus, mixture_run=find_mixture_run(run))
     records = RunFolder(run.folder).metrics.records()
