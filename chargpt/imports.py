@@ -25,7 +25,7 @@ from torch import Tensor
 
 from chargpt.config import Config, validate
 from chargpt.device import require_memory
-from chargpt.errors import ChargptError, RunError, TextError
+from chargpt.errors import ChargptError, RunError, TextError, reason_of
 from chargpt.export.huggingface import ORIGIN, QWEN3_NAMES, WEIGHTS, their_name
 from chargpt.files import open_regular, read_json, read_regular, require_new
 from chargpt.models import build_model, count_parameters
@@ -151,7 +151,7 @@ def _report_damage(path: Path, what: str) -> Iterator[None]:
     except ChargptError:
         raise
     except Exception as error:  # a damaged pickle may raise any
-        cause = getattr(error, "strerror", None) or " ".join(str(error).split()) or "it is damaged"
+        cause = reason_of(error)
         raise RunError(f"{path} is not {what} ({cause:.160}); name another") from None
 
 

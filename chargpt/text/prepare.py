@@ -33,7 +33,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, NonNegativeInt
 
 from chargpt.config import TextConfig
-from chargpt.errors import RunError, TextError, UnreadableError
+from chargpt.errors import RunError, TextError, UnreadableError, reason_of
 from chargpt.files import IS_WINDOWS, open_regular, read_json, to_json, write_synced
 from chargpt.log import logger
 from chargpt.text import TextProgress
@@ -206,10 +206,9 @@ def prepare(
             runner = _runner(parts, segments, settings, folder, on_progress)
             return _encode(parts, segments, settings, folder, stack.enter_context(runner))
     except OSError as error:
-        reason = error.strerror or type(error).__name__
         raise TextError(
-            f"{source.name} cannot be read, or encoded in {folder} ({reason}); check both disks, "
-            "or name another place with --out (without a run: TMPDIR)"
+            f"{source.name} cannot be read, or encoded in {folder} ({reason_of(error)}); check "
+            "both disks, or name another place with --out (without a run: TMPDIR)"
         ) from None
 
 
@@ -634,8 +633,8 @@ def _damage_reported(folder: Path) -> Iterator[None]:
         cause = str(error).partition("\n")[0]
     except OSError as error:
         raise UnreadableError(
-            f"the text in {folder} cannot be read ({error.strerror}); try again, and if that does "
-            "not help, check the disk and the permissions"
+            f"the text in {folder} cannot be read ({reason_of(error)}); try again, and if that "
+            "does not help, check the disk and the permissions"
         ) from None
     else:
         return

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, NamedTuple, cast
 
 from chargpt.config import TextConfig
-from chargpt.errors import MissingTextError, TextError, most_similar
+from chargpt.errors import MissingTextError, TextError, most_similar, reason_of
 from chargpt.files import is_missing, quoted
 from chargpt.log import logger
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
@@ -309,8 +309,9 @@ def missing_message(path: Path) -> str:
 
 
 def _unreadable(path: str, error: OSError | ValueError) -> str:
-    reason = getattr(error, "strerror", None) or error
-    return f"{path} cannot be read ({reason}); change its permissions or name another file"
+    return (
+        f"{path} cannot be read ({reason_of(error)}); change its permissions or name another file"
+    )
 
 
 def _find_glob(pattern: Path, settings: TextConfig) -> Source:
