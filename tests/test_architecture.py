@@ -12,7 +12,7 @@ import chargpt
 
 PACKAGE = Path(chargpt.__file__).parent
 LAYERS = (
-    "errors log distributed files config device text models store inference "
+    "errors log distributed files outputs config device text models store inference "
     "training analysis export imports cli"
 ).split()
 WITHOUT_TORCH = (

@@ -27,15 +27,8 @@ from chargpt.analysis.page import encoded, render
 from chargpt.cli import console, tables
 from chargpt.distributed import is_main_rank, world_size
 from chargpt.errors import ConfigError, DeviceError, OperationError, TextError, reason_of
-from chargpt.files import (
-    MARK,
-    is_unchanged_output,
-    place,
-    quoted,
-    with_digest,
-    write_new,
-    write_output,
-)
+from chargpt.files import place, quoted
+from chargpt.outputs import MARK, is_unchanged_output, with_digest, write_new, write_output
 from chargpt.text.display import UNSAFE, display_text
 
 TINY = (

@@ -227,7 +227,7 @@ def test_a_failed_report_does_not_fail_the_training(
 ) -> None:
     monkeypatch.setattr(report_command, "MIN_REPORT_BUDGET", 0)
 
-    monkeypatch.setattr("chargpt.files.write_atomically", failing(errno.ENOSPC))
+    monkeypatch.setattr("chargpt.outputs.write_atomically", failing(errno.ENOSPC))
     done = cli("train", verse, *TINY, "--out", "mine")
     assert done.returncode == 0
     assert "chargpt sample mine" in done.stdout

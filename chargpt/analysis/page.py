@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from chargpt.files import MARK, with_digest
+from chargpt.outputs import MARK, with_digest
 from chargpt.text.display import printable
 
 PAGES = Path(__file__).parent / "pages"

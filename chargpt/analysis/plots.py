@@ -21,8 +21,8 @@ import numpy.typing as npt
 from markupsafe import Markup
 
 from chargpt.errors import ConfigError
-from chargpt.files import MARK, with_digest, write_output
 from chargpt.log import logger
+from chargpt.outputs import MARK, with_digest, write_output
 from chargpt.text.display import display_text, graphemes
 
 if TYPE_CHECKING:

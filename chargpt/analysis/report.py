@@ -22,12 +22,13 @@ from chargpt.analysis.explain import (
 )
 from chargpt.analysis.page import encoded, render
 from chargpt.analysis.result import MIXTURE_LABEL, RunScores, evaluate_run, summarize
-from chargpt.files import quoted, require_output, write_output
+from chargpt.files import quoted
 from chargpt.inference.evaluation import OnProgress
 from chargpt.inference.generation import PLAIN, sample
 from chargpt.models.gpt import GPT
 from chargpt.models.gpt2 import GPT2
 from chargpt.models.ngram import NGRAM, NGRAM_ORDER
+from chargpt.outputs import require_output, write_output
 from chargpt.store.folder import REPORT, RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run

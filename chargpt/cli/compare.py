@@ -27,7 +27,8 @@ from chargpt.cli.main import catch_signals
 from chargpt.cli.train import LABEL, describe_plan, run_steps
 from chargpt.config import parse_override, shipped_configs, split_values
 from chargpt.errors import ConfigError, Stopped
-from chargpt.files import quoted, require_new_output, write_new
+from chargpt.files import quoted
+from chargpt.outputs import require_new_output, write_new
 from chargpt.store.commit import read_error
 from chargpt.store.folder import is_readable_run, is_run
 from chargpt.text.display import one_line

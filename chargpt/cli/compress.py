@@ -13,10 +13,11 @@ import typer
 from chargpt.cli import console, options, runs
 from chargpt.device import memory_limit
 from chargpt.errors import MissingTextError, RunError, TextError, reason_of
-from chargpt.files import read_regular, require_new_output, write_new
+from chargpt.files import read_regular
 from chargpt.inference.coding import BYTES_PER_CHARACTER, decode, header_size, read_header
 from chargpt.inference.coding import compress as pack
 from chargpt.inference.coding import decompress as unpack
+from chargpt.outputs import require_new_output, write_new
 from chargpt.store.run import open_run
 from chargpt.text.source import STDIN, copy_stdin, missing_message
 from chargpt.training.adaptive import AdaptiveDecoder

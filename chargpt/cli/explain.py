@@ -15,7 +15,7 @@ from chargpt.analysis.explain import AttentionMaps, Section, Subject, Table, cho
 from chargpt.analysis.page import encoded, render
 from chargpt.cli import console, options, runs, tables
 from chargpt.errors import ConfigError, RunError
-from chargpt.files import is_open_descriptor, write_output
+from chargpt.outputs import is_open_descriptor, write_output
 from chargpt.store.folder import is_run
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.display import one_line

@@ -26,11 +26,11 @@ from chargpt.cli import console, runs
 from chargpt.cli.main import handling, hang_up
 from chargpt.config import Config, parse_override, unescape
 from chargpt.errors import ChargptError, ConfigError, Stopped, TextError
-from chargpt.files import write_new, writing
 from chargpt.inference.generation import stream_run
 from chargpt.inference.sampling import Piece
 from chargpt.inference.selection import Sample, new_sample
 from chargpt.inference.suggestions import Suggestion, suggest
+from chargpt.outputs import write_new, writing
 from chargpt.store.run import Run
 from chargpt.text.display import display_text, printable
 

@@ -8,7 +8,7 @@ import typer
 
 from chargpt.config import parse_override
 from chargpt.errors import ConfigError
-from chargpt.files import require_output
+from chargpt.outputs import require_output
 from chargpt.text.tokenizer import UnknownPolicy
 
 Seed = Annotated[

@@ -6,7 +6,8 @@ from chargpt.analysis.report import write_report
 from chargpt.analysis.result import RunScores, evaluate_run, summarize
 from chargpt.cli import console, options, runs, tables
 from chargpt.errors import ChargptError, Stopped
-from chargpt.files import is_open_descriptor, quoted
+from chargpt.files import quoted
+from chargpt.outputs import is_open_descriptor
 from chargpt.store.run import Run, load_run
 from chargpt.training.deadline import MIN_REPORT_BUDGET
 from chargpt.training.finetune import forgetting

@@ -23,10 +23,10 @@ from chargpt.analysis.predictions import SURPRISAL_BITS
 from chargpt.config import NORM_EPS
 from chargpt.errors import ChargptError
 from chargpt.export.check import ExportCheck, Logits, compare, encode, exportable_model, logits
-from chargpt.files import write_new, write_output
 from chargpt.models import build_model
 from chargpt.models.gpt import GPT
 from chargpt.models.ngram import BIGRAM_ALPHA
+from chargpt.outputs import write_new, write_output
 from chargpt.store.run import Run
 from chargpt.text.corpus import PairCounts
 from chargpt.text.display import display_text

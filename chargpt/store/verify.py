@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from chargpt.errors import ChargptError, DeviceError, RunError
-from chargpt.files import exists, is_unchanged_output, read_regular
+from chargpt.files import exists, read_regular
 from chargpt.models import build_model
+from chargpt.outputs import is_unchanged_output
 from chargpt.store.checkpoint import (
     TOKENIZER,
     Checkpoint,
