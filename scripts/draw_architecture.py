@@ -24,7 +24,7 @@ PACKAGES = {  # from the top layer down; each imports only from those after it
     "models": "token ids in, logits out",
     "text": "text in, token ids out",
 }
-MODULES = ("device", "config", "files", "distributed", "log", "errors")
+MODULES = ("device", "config", "outputs", "files", "distributed", "log", "errors")
 WIDTH, MARGIN, GAP, MODULE_GAP, LINE = 920, 20, 26, 2, 18  # pixels
 MAX_CHARACTERS = 125  # of a line of file names
 

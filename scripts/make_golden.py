@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from chargpt.config import Config
-from chargpt.store.folder import LOCK, RunFolder
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import LOCK
 from chargpt.store.run import load_run
 from chargpt.text.prepare import prepare
 from chargpt.text.source import find_text

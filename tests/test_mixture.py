@@ -24,7 +24,7 @@ from chargpt.inference.evaluation import evaluate_tokens, even_spans
 from chargpt.models.gpt import GPT
 from chargpt.models.mixture import BACKOFF_ORDER, Mixture, WordContextModel, word_token_mask
 from chargpt.models.ngram import NGramLM
-from chargpt.store.folder import MIXTURE_FILE
+from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.mixture import save_mixture, with_mixture
 from chargpt.store.run import Run, load_run
 from chargpt.text.corpus import Corpus

@@ -31,7 +31,8 @@ from chargpt.store.checkpoint import (
     newest_metadata,
     step_of,
 )
-from chargpt.store.folder import RunFolder, find_foreign_file, has_checkpoint
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import find_foreign_file, has_checkpoint
 from chargpt.store.listing import list_runs
 from chargpt.store.metrics import RECORD_BYTES, MetricsLog, to_line
 from chargpt.store.run import load_run, newest_run, open_run

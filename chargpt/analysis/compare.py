@@ -28,7 +28,8 @@ from chargpt.inference.evaluation import (
 from chargpt.inference.generation import PLAIN, sample
 from chargpt.log import logger
 from chargpt.models.ngram import NGRAM
-from chargpt.store.folder import RunFolder, has_checkpoint, is_run
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import has_checkpoint, is_run
 from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run, load_run

@@ -29,7 +29,8 @@ from chargpt.models.gpt import GPT
 from chargpt.models.gpt2 import GPT2
 from chargpt.models.ngram import NGRAM, NGRAM_ORDER
 from chargpt.outputs import require_output, write_output
-from chargpt.store.folder import REPORT, RunFolder
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import REPORT
 from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run
 from chargpt.store.run import Run

@@ -30,7 +30,7 @@ from chargpt.errors import ConfigError, Stopped
 from chargpt.files import quoted
 from chargpt.outputs import require_new_output, write_new
 from chargpt.store.commit import read_error
-from chargpt.store.folder import is_readable_run, is_run
+from chargpt.store.layout import is_readable_run, is_run
 from chargpt.text.display import one_line
 from chargpt.training.start import Request, Session
 

@@ -16,7 +16,7 @@ from chargpt.analysis.page import encoded, render
 from chargpt.cli import console, options, runs, tables
 from chargpt.errors import ConfigError, RunError
 from chargpt.outputs import is_open_descriptor, write_output
-from chargpt.store.folder import is_run
+from chargpt.store.layout import is_run
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.display import one_line
 from chargpt.text.prepare import load_corpus

@@ -16,7 +16,7 @@ from chargpt.export.huggingface import export_huggingface
 from chargpt.export.onnx import export_onnx
 from chargpt.files import require_new
 from chargpt.outputs import is_open_descriptor, require_output, writing
-from chargpt.store.folder import PLAY
+from chargpt.store.layout import PLAY
 from chargpt.store.mixture import has_mixture
 from chargpt.store.run import Run
 

@@ -20,7 +20,7 @@ from chargpt.store.checkpoint import (
     parse_config,
 )
 from chargpt.store.commit import read_error
-from chargpt.store.folder import (
+from chargpt.store.layout import (
     CHECKPOINTS,
     LOCK,
     NEW,

@@ -24,7 +24,8 @@ from chargpt.models.gpt import GPT
 from chargpt.models.mixture import MIXTURE_ORDER, Gate, Mixture
 from chargpt.models.ngram import MAX_TOKENS
 from chargpt.store.ensemble import MixedRun, mix
-from chargpt.store.folder import MIXTURE_FILE, RunFolder
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.run import Run, as_run
 from chargpt.text.tokenizer import Tokens
 

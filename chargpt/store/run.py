@@ -20,9 +20,9 @@ from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.checkpoint import Checkpoint, RunState, last_saved, list_checkpoints
 from chargpt.store.commit import read_error
-from chargpt.store.folder import (
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import (
     CHECKPOINTS,
-    RunFolder,
     find_runs,
     identity_of,
     is_readable_run,

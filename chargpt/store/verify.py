@@ -18,7 +18,8 @@ from chargpt.store.checkpoint import (
     read_checkpoint,
     unfinished_checkpoints,
 )
-from chargpt.store.folder import MIXTURE_FILE, PLAY, REPORT, RunFolder
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import MIXTURE_FILE, PLAY, REPORT
 from chargpt.store.mixture import OtherCheckpointError, read_mixture
 from chargpt.store.run import load_run
 from chargpt.store.tensors import require_finite, require_weights

@@ -36,7 +36,8 @@ from chargpt.errors import (
 from chargpt.files import exists, quoted
 from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
-from chargpt.store.folder import RunFolder, has_checkpoint, is_abandoned
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import has_checkpoint, is_abandoned
 from chargpt.store.run import Run, load_run, open_run, run_of
 from chargpt.text import TextProgress
 from chargpt.text.catalog import resolve_settings

@@ -12,7 +12,8 @@ from torch import Tensor
 from chargpt.config import Config
 from chargpt.errors import ConfigError, reason_of
 from chargpt.store.checkpoint import RunState, step_of
-from chargpt.store.folder import TENSORBOARD, RunFolder
+from chargpt.store.folder import RunFolder
+from chargpt.store.layout import TENSORBOARD
 from chargpt.text.tokenizer import CharTokenizer
 
 NOT_LOGGED = ("step", "seconds")  # in TensorBoard

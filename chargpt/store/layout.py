@@ -1,0 +1,206 @@
+"""The files of a run, by their names: recognising a run, its links and foreign files; deletion.
+
+runs/<name>/config.yaml  tokenizer.json  text/  metrics.jsonl  checkpoints/
+            mixture.safetensors  report.html  play.html  tensorboard/  .lock
+            .new/                         a start that has not created its run yet
+
+Nothing else in a run's folder is ever deleted, and nothing is listed, read, written or deleted
+through a link in place of one of them.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from filelock import FileLock
+
+from chargpt.errors import RunError
+from chargpt.files import entry_names, exists, is_missing, name_pattern, open_regular
+from chargpt.store.checkpoint import (
+    CHECKPOINT_NAME,
+    CONFIG,
+    FILES,
+    KEEP,
+    MAX_METADATA_BYTES,
+    TOKENIZER,
+    UNFINISHED,
+)
+from chargpt.store.commit import MANIFEST, read_error
+from chargpt.text.prepare import TEXT_FILES
+from chargpt.text.tokenizer import FORMAT
+
+METRICS, CHECKPOINTS, TEXT = "metrics.jsonl", "checkpoints", "text"
+MIXTURE_FILE = "mixture.safetensors"  # store/mixture.py
+REPORT, PLAY, TENSORBOARD, LOCK = "report.html", "play.html", "tensorboard", ".lock"
+NEW = ".new"  # folder in which a run is made: `RunFolder.create` moves its content into the run
+RESULTS = (REPORT, PLAY, MIXTURE_FILE)
+RUN_FILES = (METRICS, *RESULTS, CONFIG, TOKENIZER)
+POINTERS = ("latest.json", "best.json")  # of runs by earlier versions
+RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
+    rf"""
+    {re.escape(NEW)} |
+    ({re.escape(NEW)}/)? (
+        {re.escape(LOCK)} |
+        {name_pattern(RUN_FILES)} |
+        {TEXT} (/{name_pattern(TEXT_FILES)})? |
+        {TENSORBOARD} (/events\.out\.tfevents\.[^/\n]+)? |
+        {CHECKPOINTS} (/{name_pattern(POINTERS)})? |
+        {CHECKPOINTS}/({CHECKPOINT_NAME.pattern} | {UNFINISHED.pattern})
+            (/{name_pattern((*FILES, KEEP))})?
+    )""",
+    re.VERBOSE,
+)
+
+
+def identity_of(path: Path | int) -> tuple[int, int] | None:
+    """Return device and inode of the folder at a path or descriptor; None if there is none."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        if is_missing(error):
+            return None
+        raise
+    return status.st_dev, status.st_ino
+
+
+def find_link(path: Path) -> str | None:
+    """Return the relative path of a link, pipe or device in place of a file or folder of a run."""
+    pending = [""]
+    while pending:
+        parent = pending.pop()
+        try:
+            entries = [*os.scandir(path / parent)]
+        except OSError as error:
+            if is_missing(error):  # a checkpoint, deleted by a training process
+                continue
+            raise
+        for entry in entries:
+            name = parent + entry.name
+            if not RUN_PATHS.fullmatch(name):
+                continue
+            is_junction = getattr(entry, "is_junction", lambda: False)()  # of Windows
+            if entry.is_dir(follow_symlinks=False) and not is_junction:
+                pending.append(f"{name}/")
+            elif not entry.is_file(follow_symlinks=False):
+                return str(name)
+    return None
+
+
+def require_no_links(path: Path) -> None:
+    """Reject a run in whose folder a link, pipe or device is in place of a file or folder of it.
+
+    Raises:
+        UnreadableError: the folder cannot be read now.
+        RunError: there is one.
+    """
+    try:
+        link = find_link(path)
+    except OSError as error:
+        raise read_error(path, error) from None
+    if link is not None:
+        raise RunError(
+            f"{path / link} is a symbolic link, a pipe or a device, which a run may not hold; "
+            "delete it, or put what it stands for in its place"
+        )
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is a run, or raise OSError if it cannot be read."""
+    names = entry_names(path)
+    if MANIFEST in names:  # a checkpoint
+        return False
+    return (CONFIG in names and TOKENIZER in names) or has_checkpoint(path)
+
+
+def is_readable_run(path: Path) -> bool:
+    """Return whether a folder is a run, as far as this user can read it."""
+    try:
+        return path.name != NEW and is_run(path)
+    except OSError:
+        return False
+
+
+def find_runs(
+    parent: Path, is_known_run: Callable[[Path], bool] = is_readable_run
+) -> Iterator[Path]:
+    """Yield the runs in a folder, at most two levels deep, and none within a run."""
+    for path in parent.glob("*"):
+        if is_known_run(path):
+            yield path
+        else:
+            yield from filter(is_known_run, path.glob("*"))
+
+
+def is_abandoned(path: Path) -> bool:
+    """Return whether a folder holds only what a start that was killed has left."""
+    with suppress(OSError, NotImplementedError):  # one that lives has the lock, if there are locks
+        if NEW in {*entry_names(path)} <= {NEW, LOCK} and find_link(path) is None:
+            with FileLock(path / LOCK, timeout=0):
+                return True
+    return False
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Return whether a run has saved a checkpoint, intact or damaged."""
+    checkpoints = path / CHECKPOINTS
+    if exists(checkpoints) and stat.S_ISLNK(checkpoints.lstat().st_mode):
+        return True  # its target may be on a disk that is not mounted now
+    return any(CHECKPOINT_NAME.fullmatch(name) for name in entry_names(checkpoints))
+
+
+def has_results(path: Path) -> bool:
+    """Return whether a run has a checkpoint, or what is made from one."""
+    names = entry_names(path)
+    return any(name in names for name in RESULTS) or has_checkpoint(path)
+
+
+def find_foreign_file(path: Path) -> str | None:
+    """Return the path within a run's folder of a file that no run writes, or None."""
+    for entry in _entries(path):
+        if not RUN_PATHS.fullmatch(entry):
+            return entry
+    checkpoints = path / CHECKPOINTS
+    if exists(checkpoints) and not stat.S_ISDIR(checkpoints.lstat().st_mode):
+        return CHECKPOINTS  # a file or a link
+    names = entry_names(path)
+    if TOKENIZER in names and _is_tokenizer(path / TOKENIZER):
+        return None
+    # a run gets its tokenizer first: without it, these files are somebody's own
+    return next((name for name in (*RUN_FILES, TEXT) if name in names), None)
+
+
+def _is_tokenizer(path: Path) -> bool:
+    try:
+        with open_regular(path, MAX_METADATA_BYTES) as file:
+            return FORMAT.encode() in file.read(100)
+    except ValueError:
+        return False
+
+
+def delete_run_files(path: Path, keep: tuple[str, ...] = (LOCK,)) -> None:
+    """Delete the files that runs write in a folder, and the folders that are then empty.
+
+    What cannot be deleted remains, and so do the files and folders with the names in `keep`. The
+    config goes first: without it the rest, after a kill, is no run.
+    """
+    for name in sorted(_entries(path), key=lambda name: name != CONFIG):
+        entry = path / name
+        if name.partition("/")[0] not in keep and RUN_PATHS.fullmatch(name):
+            with suppress(OSError):
+                entry.rmdir() if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    """Yield the relative path of everything in a folder, the innermost first."""
+
+    def reject(error: OSError) -> None:
+        if not is_missing(error):
+            raise error
+
+    for root, folders, files in os.walk(folder, topdown=False, onerror=reject):
+        inside = Path(root).relative_to(folder).parts
+        for name in (*folders, *files):
+            yield "/".join((*inside, name))
