@@ -141,7 +141,7 @@ def test_a_failed_save_is_announced_once_while_training_continues(
 
 FULL_AT_THE_END = """-c import errno, os
 from chargpt.cli import main
-from chargpt.store.folder import (RunFolder)
+from chargpt.store.folder import RunFolder
 save = RunFolder.save
 def save_unless_full(run, **content):
     if content["state"].step == 6 and str(run.path) == "run" and os.path.exists("full"):

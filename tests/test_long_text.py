@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import chargpt
 from chargpt.config import TextConfig
 from chargpt.errors import OperationError, RunError, TextError
-from chargpt.store import folder
+from chargpt.store import layout
 from chargpt.text import prepare as module
 from chargpt.text import source, workers
 from chargpt.text.corpus import Corpus
@@ -168,13 +168,13 @@ def test_a_folder_that_cannot_be_read_or_locked_is_not_taken_for_an_abandoned_on
 ) -> None:
     (tmp_path / ".new").mkdir()
     (tmp_path / ".lock").touch()
-    assert folder.is_abandoned(tmp_path)
+    assert layout.is_abandoned(tmp_path)
 
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(folder, name, fail)
-    assert not folder.is_abandoned(tmp_path)
+    monkeypatch.setattr(layout, name, fail)
+    assert not layout.is_abandoned(tmp_path)
 
 
 def test_a_text_that_is_large_for_the_memory_leaves_the_page_cache(
