@@ -14,6 +14,7 @@ import chargpt.models
 from chargpt.config import Config, ModelConfig
 from chargpt.device import lazy_zeros
 from chargpt.errors import ConfigError, TextError
+from chargpt.files import read_regular
 from chargpt.inference.decoders import ModelDecoder
 from chargpt.inference.evaluation import evaluate_tokens, iter_losses, sliding_windows
 from chargpt.inference.sampling import prefill
@@ -126,6 +127,7 @@ def test_a_small_file_that_expands_to_gigabytes_is_refused(tmp_path: Path) -> No
 def test_a_file_of_proc_is_not_read() -> None:
     """It states a size of 0, and some, such as /proc/kmsg, have no end."""
     assert read_text("/proc/self/status") == ""
+    assert read_regular(Path("/proc/self/status"), 1000) == b""
 
 
 @pytest.mark.parametrize("key", ["length", "lines", "max_chars", "no_copy", "num_samples", "top_k"])

@@ -22,7 +22,7 @@ from chargpt import load_run, sample
 from chargpt.config import ModelConfig
 from chargpt.errors import ChargptError, DeviceError, RunError
 from chargpt.export.huggingface import their_name
-from chargpt.imports import NANOGPT_NAMES, import_nanogpt
+from chargpt.imports import NANOGPT_NAMES, PLAIN_OPCODES, import_nanogpt, read_pickle
 from chargpt.models import build_model, count_parameters
 from chargpt.models.gpt2 import GPT2
 
@@ -408,3 +408,19 @@ def test_a_checkpoint_that_exceeds_the_memory_is_not_read(
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"meta\.pkl .*No such file"):
         import_nanogpt(tmp_path / "ckpt.pt", tmp_path / "meta.pkl", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("value", "opcode"),
+    [
+        ({1}, "EMPTY_SET"),
+        (frozenset([1]), "FROZENSET"),
+        (bytearray(9), "BYTEARRAY8"),
+        (9**99, "LONG1"),
+    ],
+)
+def test_a_pickle_of_a_meta_holds_text_numbers_and_dicts_only(value: object, opcode: str) -> None:
+    content = pickle.dumps({"itos": {0: "a"}, "more": value}, protocol=5)
+    with pytest.raises(ValueError, match=f"it contains {opcode}"):
+        read_pickle(content, PLAIN_OPCODES)
+    assert read_pickle(pickle.dumps({"itos": {0: "a"}}), PLAIN_OPCODES) == {"itos": {0: "a"}}
