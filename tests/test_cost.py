@@ -20,10 +20,12 @@ from chargpt.inference.evaluation import evaluate_tokens, iter_losses, sliding_w
 from chargpt.inference.sampling import prefill
 from chargpt.models import LanguageModel, build_model, rotary_bytes
 from chargpt.models.ensemble import Ensemble
+from chargpt.models.gpt import GPT
 from chargpt.models.mixture import Mixture
 from chargpt.text.prepare import prepare, read_prepared
 from chargpt.text.source import find_text, read_text
 from chargpt.text.tokenizer import CharTokenizer
+from chargpt.training import mixing
 
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 24}
 TOKENIZER = CharTokenizer("\n abcdef")
@@ -76,6 +78,30 @@ def test_a_window_in_parts_has_the_losses_of_the_whole(
     again, other = prefill(model, TOKENIZER, TOKENS[:21])
     assert other.length == cache.length == 21
     np.testing.assert_allclose(again, last, atol=2e-5)
+
+
+def test_a_mixture_is_fitted_in_parts_to_the_predictions_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mixture = models()["mixture"]
+    assert isinstance(mixture, Mixture)
+    assert isinstance(mixture.gpt, GPT)
+    held_out = np.random.default_rng(2).integers(0, TOKENIZER.vocab_size, 200)
+    fitted, sizes = [], []
+    probabilities = Mixture.iter_probs
+
+    def recorded(self: Mixture, contexts: list[torch.Tensor]) -> object:
+        sizes.append(contexts[0].numel())
+        return probabilities(self, contexts)
+
+    monkeypatch.setattr(Mixture, "iter_probs", recorded)
+    monkeypatch.setattr(mixing, "fit_gate", lambda _, *data: fitted.append(data))
+    for max_tokens in (10**6, 7):
+        monkeypatch.setattr(chargpt.models, "MAX_PASS_BYTES", max_tokens * 4 * mixture.width)
+        mixing.fit_mixture(mixture.gpt, TOKENIZER, TOKENS, held_out)
+    assert max(sizes[:1]) > max(sizes[-20:]) == 7
+    for whole, in_parts in zip(*fitted, strict=True):
+        torch.testing.assert_close(in_parts, whole, atol=2e-5, rtol=0)
 
 
 def test_the_widest_activation_counts() -> None:

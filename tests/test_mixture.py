@@ -19,6 +19,7 @@ from shared_runs import MIXED_SETTINGS
 
 import chargpt
 from chargpt.config import Config, TextConfig
+from chargpt.errors import RunError
 from chargpt.inference.decoders import build_decoder
 from chargpt.inference.evaluation import evaluate_tokens, even_spans
 from chargpt.models.gpt import GPT
@@ -254,6 +255,14 @@ def test_the_mixture_belongs_to_one_checkpoint(copy: Path, cli: Cli) -> None:
     assert "is that of step 40, not of step 45; use that checkpoint\n" in shown
 
 
+def test_the_mixture_of_another_model_of_the_same_step_is_refused(run: Run) -> None:
+    with_mixture(run)
+    with torch.no_grad():
+        next(run.model.parameters()).add_(1)
+    with pytest.raises(RunError, match="that of another model, also of step 40; use the run"):
+        with_mixture(run)
+
+
 def test_a_run_that_goes_on_gets_a_mixture_of_its_new_best(copy: Path, cli: Cli) -> None:
     resumed = cli("train", "--resume", "run", "-s", "train.max_steps=60")
     assert resumed.returncode == 0, resumed.stderr
@@ -363,7 +372,7 @@ def test_a_kept_mixture_is_not_replaced_when_the_run_goes_on(copy: Path, cli: Cl
     del arrays["sha256"]
     safetensors.numpy.save_file(arrays, Path("run", MIXTURE_FILE))
     lost = refusal(cli("decompress", "run", "t.cgpt", "c.txt"))
-    assert "compressed with step 40 of a run, but the mixture of run is that of step" in lost
+    assert "step 40 of a run, but the mixture of run is that of another model, also of" in lost
 
 
 def test_a_budget_with_too_little_time_or_text_has_no_mixture(

@@ -368,7 +368,7 @@ def test_every_flipped_bit_of_a_mixture_is_seen_or_changes_no_number(
             errors.append(str(error))
         path.write_bytes(intact)
     assert len(errors) > 50
-    assert all("cannot be used" in error or "is that of step" in error for error in errors)
+    assert all("cannot be used" in error or "is that of" in error for error in errors)
 
 
 def test_a_checkpoint_that_is_kept_while_it_is_being_deleted_stays(

@@ -105,8 +105,9 @@ def decompress(
     try:
         loaded = runs.load_named_run(run, str(step), "cpu", mixture=kind != "plain")
     except RunError as error:
+        cause = str(error).partition(";")[0]
         raise RunError(
-            f"{packed} was compressed with step {step:,} of a run, but {error}; name the run that "
+            f"{packed} was compressed with step {step:,} of a run, but {cause}; name the run that "
             "compressed it, or a copy of that run from before it was resumed"
         ) from None
     decoder = partial(AdaptiveDecoder, loaded) if kind == "adaptive" else None

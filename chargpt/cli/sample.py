@@ -233,9 +233,9 @@ def generate(
             f"documents cut at {console.characters(settings.limit)}: {n_cut:,} of "
             f"{len(texts):,}; a higher -n finishes them"
         )
-    say_flaws(texts)
     if caught:
         raise Stopped(caught[0])
+    say_flaws(texts)
     for error in too_few:
         raise error
 

@@ -30,6 +30,7 @@ from chargpt.store.run import Run
 from chargpt.text.tokenizer import CharTokenizer
 
 MAX_BYTES = 2_000_000_000  # of weights, of which a protocol buffer can hold 2 GB
+MAX_OPTIMIZED_LAYERS = 32  # the exporter's time to optimise grows with their square
 INPUTS, OUTPUTS = ("tokens", "past_keys", "past_values"), ("logits", "keys", "values")
 
 
@@ -110,6 +111,7 @@ def write_onnx(path: Path, run: Run, model: GPT) -> None:
             dynamic_shapes=({0: batch, 1: length}, {1: batch, 3: cached}, {1: batch, 3: cached}),
             dynamo=True,
             verbose=False,
+            optimize=config.n_layer <= MAX_OPTIMIZED_LAYERS,
         )
     assert program is not None
     ir: Any = import_module("onnx_ir")

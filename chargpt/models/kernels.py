@@ -36,7 +36,9 @@ def rms_norm(x: Tensor) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) over the last dimension, without a weight."""
     if uses_custom_autograd(x):
         return cast("Tensor", _RMSNorm.apply(x))  # type: ignore[no-untyped-call]
-    with torch.autocast(x.device.type, enabled=False):  # autocast would compute in float32
+    if not torch.is_autocast_enabled(x.device.type):  # whose regions PyTorch exports slowly
+        return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
+    with torch.autocast(x.device.type, enabled=False):  # it would compute in float32
         return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 

@@ -156,6 +156,11 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
             f"{path} cannot be used ({reason:.200}); use the run without its mixture"
         ) from None
     if fingerprint.tobytes() != run.fingerprint():
+        if step == run.step:
+            raise OtherCheckpointError(
+                f"the mixture of {run.folder} is that of another model, also of step {step:,}; "
+                "use the run without its mixture"
+            )
         has_newer_best = step < (run.state.best_step or 0)  # that of an unfinished run
         raise OtherCheckpointError(
             f"the mixture of {run.folder} is that of step {step:,}, not of step {run.step:,}; use "

@@ -66,7 +66,7 @@ class AdaptiveMixture:
         inputs, log_probs = gate_data(self.model, self.window(history, self.model.block_size + 1))
         inputs, log_probs = inputs[:, -n_new:], log_probs[:, -n_new:]
         loss = -log_probs[..., 0].mean()  # of the GPT
-        weights: Tensor = self.model.gate(inputs.detach())
+        weights: Tensor = self.model.gate(inputs)
         mixed = (weights * log_probs.detach().exp()).sum(dim=-1).log()  # (L, n_new)
         self.model.zero_grad()
         (loss - mixed.mean()).backward()  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ Shapes in this file: B = batch, T = tokens, N = characters, K = number of orders
 models.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from chargpt.errors import NOT_FINITE, ChargptError, OperationError
 from chargpt.inference.evaluation import block_windows, gather_rows
 from chargpt.log import logger
+from chargpt.models import KVCache
 from chargpt.models.gpt import GPT
 from chargpt.models.mixture import Gate, Mixture
 from chargpt.store.mixture import save_mixture
@@ -60,9 +62,10 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tok
     with torch.no_grad():
         for starts, length, *_ in block_windows(len(held_out) - 1, gpt.block_size):
             rows = gather_rows(held_out, starts - mixture.lookback, mixture.lookback + length)
-            for batch in torch.split(torch.from_numpy(rows), FORWARD_BATCH_SIZE):
-                data = gate_data(mixture, batch.to(gpt.device))
-                parts.append([tensor.flatten(0, 1).cpu() for tensor in data])
+            n_rows = max(1, min(FORWARD_BATCH_SIZE, mixture.max_tokens_per_pass() // length))
+            for batch in torch.split(torch.from_numpy(rows), n_rows):
+                data = iter_gate_data(mixture, batch.to(gpt.device))
+                parts += [[tensor.flatten(0, 1).cpu() for tensor in part] for part in data]
     inputs, log_probs = map(torch.cat, zip(*parts, strict=True))
     if not inputs.isfinite().all():
         raise OperationError(NOT_FINITE)
@@ -70,19 +73,31 @@ def fit_mixture(gpt: GPT, tokenizer: CharTokenizer, train: Tokens, held_out: Tok
     return mixture
 
 
-def gate_data(mixture: Mixture, rows: Tensor) -> tuple[Tensor, Tensor]:
+def iter_gate_data(mixture: Mixture, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield `gate_data` of consecutive parts of rows (B, lookback + T + 1), in bounded memory."""
+    n_before, n_tokens = mixture.lookback, mixture.max_tokens_per_pass() // len(rows)
+    cache = mixture.new_cache(len(rows)) if rows.size(1) - n_before - 1 > n_tokens else None
+    for start in range(0, rows.size(1) - n_before - 1, n_tokens):
+        yield gate_data(mixture, rows[:, start : start + n_before + n_tokens + 1], cache)
+
+
+def gate_data(
+    mixture: Mixture, rows: Tensor, cache: KVCache | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the gate's inputs, (B, T, 1 + 2 K), and the log-probabilities, (B, T, 1 + K).
 
     The log-probabilities are the components', of the tokens that follow in rows
-    (B, lookback + T + 1).
+    (B, lookback + T + 1), and only the GPT's have a gradient. A cache is that of the GPT.
     """
-    start = mixture.lookback
-    tokens, targets = rows[:, start:-1], rows[:, start + 1 :, None]
-    contexts = mixture.contexts(tokens, rows[:, :start])
-    log_probs = mixture.gpt(tokens).float().log_softmax(dim=-1)  # (B, T, V)
-    columns = [log_probs.gather(-1, targets)]
-    columns += [probs.gather(-1, targets).log() for probs in mixture.iter_probs(contexts)]
-    return mixture.gate_inputs(log_probs, contexts), torch.cat(columns, dim=-1)
+    n_before = mixture.lookback
+    tokens, targets = rows[:, n_before:-1], rows[:, n_before + 1 :, None]
+    with torch.no_grad():
+        contexts = mixture.contexts(tokens, rows[:, :n_before])
+        columns = [probs.gather(-1, targets).log() for probs in mixture.iter_probs(contexts)]
+    position = 0 if cache is None else cache.length
+    log_probs = mixture.gpt(tokens, cache).float().log_softmax(dim=-1)  # (B, T, V)
+    inputs = mixture.gate_inputs(log_probs.detach(), contexts, position)
+    return inputs, torch.cat([log_probs.gather(-1, targets), *columns], dim=-1)
 
 
 def fit_gate(gate: Gate, inputs: Tensor, log_probs: Tensor) -> None:
