@@ -10,10 +10,11 @@ import pytest
 import torch
 from noise import fill_with_noise
 
+import chargpt
 import chargpt.models
 from chargpt.config import Config, ModelConfig
 from chargpt.device import lazy_zeros
-from chargpt.errors import ConfigError, TextError
+from chargpt.errors import ConfigError, RunError, TextError
 from chargpt.files import read_regular
 from chargpt.inference.decoders import ModelDecoder
 from chargpt.inference.evaluation import evaluate_tokens, iter_losses, sliding_windows
@@ -26,6 +27,7 @@ from chargpt.text.prepare import prepare, read_prepared
 from chargpt.text.source import find_text, read_text
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training import mixing
+from chargpt.training.trainer import StepReport
 
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 24}
 TOKENIZER = CharTokenizer("\n abcdef")
@@ -172,3 +174,26 @@ def test_a_short_text_outlives_its_file(tmp_path: Path, verse: Path) -> None:
     for each in (prepared, corpus):
         assert each.tokenizer.decode(each.tokens) == text
         assert evaluate_tokens(build_model(ModelConfig(**SIZES), 80), each.tokens[:50])  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="texts are read into memory there")
+def test_a_truncated_file_of_a_long_text_ends_training_and_evaluation_with_a_message(
+    verse: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Reading it would end the process by SIGBUS."""
+    monkeypatch.setattr("chargpt.text.prepare.MAX_HELD_BYTES", 0)
+    settings = {f"model.{name}": value for name, value in SIZES.items()}
+    steps = {"train.max_steps": 9, "train.evaluate_every": 9}
+
+    def truncate(report: StepReport) -> None:
+        if report.step == 4:
+            os.truncate(tmp_path / "run" / "text" / "tokens.bin", 1000)
+
+    message = "text/tokens.bin of the run became shorter while it was in use; restore it"
+    with pytest.raises(RunError, match=message):
+        chargpt.train(verse, settings=settings | steps, out=tmp_path / "run", on_report=truncate)
+    run = chargpt.train(verse, settings=settings | steps, out=tmp_path / "other")
+    split = run.corpus().split("train")
+    os.truncate(tmp_path / "other" / "text" / "tokens.bin", 1000)
+    with pytest.raises(RunError, match=message):
+        evaluate_tokens(run.model, split)

@@ -38,6 +38,7 @@ from chargpt.text.corpus import (
     block_offsets,
     count_pairs,
     count_tokens,
+    require_whole,
     shuffled_order,
 )
 from chargpt.text.source import lf_newlines, mark_documents, read_text, require_text
@@ -409,7 +410,12 @@ def nanogpt_windows(tokens: Tokens, block_size: int, seed: int) -> list[Windows]
 
 
 def gather_rows(tokens: Tokens, starts: Ints, length: int) -> Ints:
-    """Return length + 1 tokens from each start, (B, length + 1); -1 before the first token."""
+    """Return length + 1 tokens from each start, (B, length + 1); -1 before the first token.
+
+    Raises:
+        RunError: as of `require_whole`.
+    """
+    require_whole(tokens)
     index = starts[:, None] + np.arange(length + 1)
     rows: Ints = tokens.take(index, mode="clip").astype(np.int64)
     rows[index < 0] = -1

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from chargpt.config import TextConfig
-from chargpt.errors import TextError
+from chargpt.errors import RunError, TextError
 from chargpt.text.source import TextFile
 from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 
@@ -430,7 +430,11 @@ def block_offsets(
     They are a pure function of (seed, step). No block begins inside a character: ids from
     `first_continuation_id` on continue one. The bits come from Philox (Salmon et al. 2011), whose
     raw output is the same in every numpy version, which `Generator.integers` does not promise.
+
+    Raises:
+        RunError: as of `require_whole`.
     """
+    require_whole(tokens)
     n_offsets = len(tokens) - block_size
     assert n_offsets > 0, "the caller checks that a block fits"
     key = np.array([seed, step], dtype=np.uint64)
@@ -440,3 +444,17 @@ def block_offsets(
     for _ in range(MAX_CONTINUATIONS):
         offsets -= tokens[offsets] >= first_continuation_id
     return offsets
+
+
+def require_whole(tokens: Tokens) -> None:
+    """Raise RunError if the file of mapped tokens was truncated.
+
+    Reading them would end the process by SIGBUS, without a word.
+    """
+    if isinstance(tokens, np.memmap):
+        mapped = tokens._mmap  # type: ignore[attr-defined]  # numpy has no other name for it
+        if mapped.size() < len(mapped):  # that of the file now, wherever it is
+            raise RunError(
+                "text/tokens.bin of the run became shorter while it was in use; restore it from a "
+                "copy"
+            )

@@ -671,7 +671,7 @@ def _crc32(file: IO[bytes], size: int, check: Callable[[bytes], None] = lambda _
 def _mapped(path: Path, dtype: Any) -> Any:
     """Return the array in a file that is moved or deleted later: mapped, or a short one in memory.
 
-    Reading a map of a file that was truncated ends the process by SIGBUS, without a word.
+    `require_whole` says if the file of a map was truncated.
     """
     if not IS_WINDOWS and path.stat().st_size > MAX_HELD_BYTES:
         return np.memmap(path, dtype, mode="r")
