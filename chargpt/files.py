@@ -79,6 +79,23 @@ def path_of(descriptor: int) -> Path:
     return path
 
 
+def lock_descriptor(descriptor: int) -> None:
+    """Lock an open folder until it is closed, if the file system can.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+    """
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # as of a network file system, which locks what is open for writing
+            pass
+
+
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Write a file and flush it to disk (fsync)."""
     with open(path, "wb") as file:

@@ -4,6 +4,8 @@ Nothing is followed through a link, what decides a number has a checksum, and a 
 to the folder that it has locked.
 """
 
+import contextlib
+import errno
 import os
 import shutil
 import tracemalloc
@@ -451,3 +453,76 @@ def test_verify_names_a_page_of_the_run_that_was_changed(
         )
         page.write_bytes(content)
     assert cli("verify", "r").stdout == intact
+
+
+def test_a_folder_stays_locked_when_its_lock_is_deleted(run: RunFolder) -> None:
+    with run.locked():
+        (run.path / ".lock").unlink()
+        with pytest.raises(RunError, match="another process is training into"):
+            RunFolder(run.path).locked().__enter__()
+    with RunFolder(run.path).locked():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", "my notes"),
+        ("tensorboard/events.out.tfevents.1", "mine"),
+        (".lock", "precious"),
+        ("tokenizer.json", "{}"),
+    ],
+)
+def test_a_file_that_only_has_the_name_of_a_run_s_stays(
+    run: RunFolder, name: str, content: str, verse: Path, cli: Cli
+) -> None:
+    Path("d").mkdir()
+    shutil.copy(run.path / "tokenizer.json", "d")
+    path = Path("d", name)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    message = refusal(cli("train", verse, "--out", "d", "-s", "train.max_steps=1"))
+    assert f"holds {name!r}, which no run writes" in message
+    assert path.read_text() == content
+
+
+def test_the_target_of_a_link_to_a_run_is_renamed_where_it_is(
+    mixed_run: Path, verse: Path, cli: Cli, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A rename to another disk would fail, and leave nothing at the link's path."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "r"
+    shutil.copytree(mixed_run, elsewhere)
+    Path("link").symlink_to(elsewhere)
+    done = cli("train", verse, "--out", "link", "--force", "-s", "train.max_steps=1")
+    assert done.returncode == 0, done.stderr
+    assert Path("link").is_symlink()
+    assert load_run("link").step == 1
+    assert load_run(elsewhere.with_name("r.old")).step == load_run(mixed_run).step
+
+
+def test_a_replacement_that_cannot_be_moved_to_its_place_leaves_the_old_run(
+    mixed_run: Path, verse: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, rename = tmp_path / "run", os.rename
+    shutil.copytree(mixed_run, run)
+    before = contents(run)
+
+    def failing(source: Path, target: Path) -> None:
+        if Path(source).name == ".new":
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(RunError, match="cannot be written"):
+        chargpt.train(verse, settings={"train.max_steps": 1}, out=run, start="replace")
+    assert contents(run) == before
+    assert not run.with_name("run.old").exists()
+
+
+def test_force_does_not_rename_the_current_folder(mixed_run: Path, verse: Path, cli: Cli) -> None:
+    text = verse.absolute()
+    shutil.copytree(mixed_run, "here")
+    for folder, out in (("here", "."), ("here/checkpoints", "..")):
+        with contextlib.chdir(folder):
+            message = refusal(cli("train", text, "--out", out, "--force"))
+            assert "holds the current folder" in message

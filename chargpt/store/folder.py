@@ -21,6 +21,7 @@ from chargpt.files import (
     UNSUPPORTED,
     entry_names,
     exists,
+    lock_descriptor,
     path_of,
     quoted,
     read_regular,
@@ -107,6 +108,11 @@ class RunFolder:
             return
         if not path.is_dir():
             raise RunError(f"{path} is a file; name another folder with --out")
+        if replace and path.resolve() in (Path.cwd(), *Path.cwd().parents):
+            raise RunError(
+                f"{path} holds the current folder, and --force would rename it; start from another "
+                "folder"
+            )
         require_no_links(path)
         foreign = find_foreign_file(path)
         if foreign is not None and not is_run(path):
@@ -149,7 +155,6 @@ class RunFolder:
         except OSError as error:
             raise self._unwritable(error) from None
         try:
-            self._watch()
             self._delete_new(keep=(TEXT,))
             yield self
         except BaseException:
@@ -177,12 +182,18 @@ class RunFolder:
             self.identity = None
 
     def _watch(self) -> None:
-        """Note which folder is at the path, for `follow`."""
+        """Note which folder is at the path, for `follow`, and lock it if the system can.
+
+        Raises:
+            BlockingIOError: another process has locked it, and its `.lock` was deleted since.
+        """
         self._close()
         self.identity = identity_of(self.path)
         if not IS_WINDOWS:  # which renames no folder with an open file, such as the lock
             with suppress(OSError):
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        if self._descriptor is not None:
+            lock_descriptor(self._descriptor)
 
     def _close(self) -> None:
         if self._descriptor is not None:
@@ -219,18 +230,26 @@ class RunFolder:
         try:
             self._lock.acquire(timeout=0.2)  # seconds: listing.is_locked holds it for a moment
         except Timeout:
-            raise RunError(
-                f"another process is training into {self.path}; wait for it or stop it, or name "
-                "another folder with --out"
-            ) from None
+            raise self._in_use() from None
         except (OSError, NotImplementedError) as error:  # the library's two ways to say "no locks"
             if isinstance(error, OSError) and error.errno not in UNSUPPORTED:
                 raise
             logger.warning(
                 f"the file system of {self.path} has no locks; let no other process train into it"
             )
+        try:
+            self._watch()
+        except BlockingIOError:
+            self._lock.release()
+            raise self._in_use() from None
         with suppress(OSError):
             restore_checkpoints(self.checkpoints)
+
+    def _in_use(self) -> RunError:
+        return RunError(
+            f"another process is training into {self.path}; wait for it or stop it, or name "
+            "another folder with --out"
+        )
 
     def _delete_new(self, keep: tuple[str, ...] = ()) -> None:
         """Delete what a start has left that has not created its run."""
@@ -286,7 +305,7 @@ class RunFolder:
             (self.new_text / JOURNAL).unlink(missing_ok=True)
             tokenizer.save(new / TOKENIZER)
             write_atomically(new / CONFIG, content.encode())
-            if has_results(self.path):
+            if has_results(self.path) or find_foreign_file(self.path) is not None:
                 self._rename_old_run()
             else:
                 delete_run_files(self.path, keep=(LOCK, NEW))
@@ -301,22 +320,32 @@ class RunFolder:
         return self
 
     def _rename_old_run(self) -> None:
-        """Rename the run here, with the new one in its subfolder, and move that one here."""
-        lock, old = FileLock(self.path / NEW / LOCK), unused_old_name(self.path)
+        """Rename the run here, with the new one in its subfolder, and move that one here.
+
+        Of a link to a run, it is the folder that is renamed: the link may be on another disk.
+        """
+        lock, path = FileLock(self.path / NEW / LOCK), self.path
+        if path.is_symlink():
+            path = path.resolve()
+        old = unused_old_name(path)
         is_locked = self._lock.is_locked
         if IS_WINDOWS:
             self._lock.release()
         elif is_locked:
             lock.acquire()  # of the new folder
-        os.rename(self.path, old)
-        os.rename(old / NEW, self.path)
-        sync_directory(self.path.parent)
+        os.rename(path, old)
+        try:
+            os.rename(old / NEW, path)
+        except OSError:
+            os.rename(old, path)
+            raise
+        sync_directory(path.parent)
         self._lock.release()
         if not IS_WINDOWS:
             self._lock = lock
         elif is_locked:
             self._acquire()
-        if is_locked:
+        if is_locked and not IS_WINDOWS:
             self._watch()
         logger.warning(f"the run that was {self.path} is now {old}")
 

@@ -11,6 +11,7 @@ through a link in place of one of them.
 import os
 import re
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,6 @@ from chargpt.store.checkpoint import (
     CONFIG,
     FILES,
     KEEP,
-    MAX_METADATA_BYTES,
     TOKENIZER,
     UNFINISHED,
 )
@@ -53,6 +53,13 @@ RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
     )""",
     re.VERBOSE,
 )
+
+STARTS = {  # patterns of the first bytes of files whose names are others' too; a run's may be empty
+    LOCK: b"",
+    TOKENIZER: b".*%b.*" % FORMAT.encode(),
+    METRICS: rb'({"step".*)?',
+    f"{TENSORBOARD}/": rb"(.*brain\.Event.*)?",
+}
 
 
 def identity_of(path: Path | int) -> tuple[int, int] | None:
@@ -160,22 +167,26 @@ def has_results(path: Path) -> bool:
 def find_foreign_file(path: Path) -> str | None:
     """Return the path within a run's folder of a file that no run writes, or None."""
     for entry in _entries(path):
-        if not RUN_PATHS.fullmatch(entry):
+        if not _is_own(path, entry):
             return entry
     checkpoints = path / CHECKPOINTS
     if exists(checkpoints) and not stat.S_ISDIR(checkpoints.lstat().st_mode):
         return CHECKPOINTS  # a file or a link
     names = entry_names(path)
-    if TOKENIZER in names and _is_tokenizer(path / TOKENIZER):
+    if TOKENIZER in names:
         return None
     # a run gets its tokenizer first: without it, these files are somebody's own
     return next((name for name in (*RUN_FILES, TEXT) if name in names), None)
 
 
-def _is_tokenizer(path: Path) -> bool:
+def _is_own(path: Path, name: str) -> bool:
+    """Return whether a path in a run's folder is one that a run writes, and begins like it."""
+    start = next((start for prefix, start in STARTS.items() if name.startswith(prefix)), None)
+    if start is None or not RUN_PATHS.fullmatch(name):
+        return RUN_PATHS.fullmatch(name) is not None
     try:
-        with open_regular(path, MAX_METADATA_BYTES) as file:
-            return FORMAT.encode() in file.read(100)
+        with open_regular(path / name, sys.maxsize) as file:
+            return re.fullmatch(start, file.read(100), re.DOTALL) is not None
     except ValueError:
         return False
 
