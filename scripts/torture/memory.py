@@ -279,6 +279,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="commands that hold this word")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     work = (args.work or Path(tempfile.mkdtemp(prefix="memory-"))).absolute()
     work.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(work / "out", ignore_errors=True)
