@@ -118,6 +118,35 @@ def test_a_run_that_holds_a_link_is_refused_and_the_link_not_followed(
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", ["gpt", "curves.svg"])
+def test_a_comparison_follows_no_link_in_its_folder(
+    name: str, cli: Cli, verse: Path, mixed_run: Path
+) -> None:
+    shutil.copytree(mixed_run, "victim")
+    before = contents(Path("victim"))
+    Path("both").mkdir()
+    target = Path("victim") if name == "gpt" else Path("victim", "new.svg")
+    Path("both", name).symlink_to(target.absolute())
+    words = ("--out", "both", "--resume", "--models", "bigram,gpt", "-s", "train.max_steps=1")
+    message = refusal(cli("compare", verse, *words))
+    assert f"both/{name} is a symbolic link, and none is followed" in message
+    assert contents(Path("victim")) == before
+
+
+def test_the_newest_run_is_none_that_a_link_leads_to(run: RunFolder, tmp_path: Path) -> None:
+    save(run, 1)
+    for path, target in (("runs/link", run.path), ("runs/group", run.path.parent)):
+        link = tmp_path / "other" / path
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target)
+    with pytest.raises(RunError, match="there is no run under"):
+        newest_run(tmp_path / "other" / "runs")
+    assert list_runs(tmp_path / "other") == []
+    named = tmp_path / "other" / "runs" / "link"
+    assert load_run(named, device="cpu").step == 1
+    assert newest_run(tmp_path / "other" / "runs" / "group") == named.with_name("group") / "mine"
+
+
 def test_a_link_of_another_name_in_a_run_stays_and_hinders_nothing(
     run: RunFolder, tmp_path: Path
 ) -> None:
