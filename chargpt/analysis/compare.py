@@ -318,7 +318,7 @@ class Comparison:
         `curve` is the name of its curve; `mixture_run`, the run with its mixture as its model, is
         another row.
         """
-        records = RunFolder(run.folder).metrics.records()
+        records = run.records()
         seconds = max([run.state.seconds, *(each.get("seconds", 0) for each in records)])
         models = {name: run.model}
         if mixture_run is not None and self.has_mixtures:
