@@ -579,3 +579,14 @@ def test_force_does_not_rename_the_current_folder(mixed_run: Path, verse: Path, 
         with contextlib.chdir(folder):
             message = refusal(cli("train", text, "--out", out, "--force"))
             assert "holds the current folder" in message
+
+
+@pytest.mark.parametrize("words", [("data", "info", "t.txt"), ("sample", "RUN", "-n", "5")])
+def test_a_deleted_current_folder_is_named_as_the_cause(
+    words: tuple[str, ...], mixed_run: Path, cli: Cli
+) -> None:
+    Path("gone").mkdir()
+    with contextlib.chdir("gone"):
+        Path("../gone").rmdir()
+        message = refusal(cli(*(mixed_run if word == "RUN" else word for word in words)))
+    assert message == "chargpt: the current folder was deleted; change to another with cd"
