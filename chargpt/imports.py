@@ -26,7 +26,7 @@ from torch import Tensor
 from chargpt.config import Config, validate
 from chargpt.device import require_memory
 from chargpt.errors import ChargptError, RunError, TextError, reason_of
-from chargpt.export.huggingface import ORIGIN, QWEN3_NAMES, WEIGHTS, their_name
+from chargpt.export.huggingface import ORIGIN, QWEN3_NAMES, WEIGHTS, origin_digest, their_name
 from chargpt.files import open_regular, read_json, read_regular, require_new
 from chargpt.models import build_model, count_parameters
 from chargpt.store.checkpoint import RunState, max_weight_bytes
@@ -95,7 +95,14 @@ def import_huggingface(folder: Path, out: Path) -> Path:
         state = replace(RunState.from_json(origin["state"].encode()), corpus_key=None)  # no text
         limit = max_weight_bytes(config.model, tokenizer.vocab_size)
         require_memory(2 * min(limit, path.lstat().st_size), str(path))  # bytes, and then tensors
-        theirs = load_safetensors(read_regular(path, limit))
+        content = read_regular(path, limit)
+        digest = origin_digest(origin, content)
+        if origin.get("sha256", digest) != digest:  # exports of earlier versions have none
+            raise RunError(
+                f"{path} or {ORIGIN} beside it has changed since the export; export the run again, "
+                f'or delete the line "sha256" of {ORIGIN} to import them as they are'
+            )
+        theirs = load_safetensors(content)
         weights = our_weights(theirs, QWEN3_NAMES, config, tokenizer.vocab_size, folder)
     with RunFolder(out).locked(is_new=True) as run:
         run.create_from_weights(config, tokenizer, state, weights)

@@ -94,6 +94,15 @@ def require_output(path: Path, *, force: bool = False) -> None:
         )
 
 
+def require_no_link(path: Path) -> None:
+    """Reject a link at a path in a folder that a user named: ConfigError."""
+    if path.is_symlink():
+        raise ConfigError(
+            f"{path} is a symbolic link, and none is followed in the folder of a comparison; "
+            "delete it, or name another folder with --out"
+        )
+
+
 def is_open_descriptor(path: Path) -> bool:
     """Return whether a path stands for an open file, as /dev/stdout does."""
     return str(path).startswith(("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/"))

@@ -25,7 +25,7 @@ from noise import fill_with_noise
 
 from chargpt import imports, sample
 from chargpt.config import Config, ModelConfig
-from chargpt.errors import ChargptError, ConfigError, OperationError
+from chargpt.errors import ChargptError, ConfigError, OperationError, RunError
 from chargpt.export import check, gguf, huggingface
 from chargpt.export.check import ExportCheck, compare
 from chargpt.export.gguf import LlamaRuntime, export_gguf
@@ -360,6 +360,31 @@ def test_a_run_comes_back_from_its_hugging_face_folder_bit_for_bit(
             assert torch.equal(ours, theirs)
         options: dict[str, Any] = {"prompt": "", "seed": 1, "length": 40}
         assert sample(back, **options) == sample(run, **options)
+
+
+def test_an_export_that_was_changed_is_imported_only_without_its_checksum(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    export_huggingface(run_of(TOKENIZERS["ascii"]), folder)
+    weights, origin = folder / "model.safetensors", folder / "chargpt.json"
+    content, tree = bytearray(weights.read_bytes()), json.loads(origin.read_text())
+    content[-1] ^= 1
+    changed = (
+        (weights, bytes(content)),
+        (origin, json.dumps({**tree, "state": tree["state"].replace("7", "8")}).encode()),
+    )
+    for path, damaged in changed:
+        intact = path.read_bytes()
+        path.write_bytes(damaged)
+        with pytest.raises(RunError, match=r"has changed since the export; export the run again"):
+            import_huggingface(folder, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+        path.write_bytes(intact)
+    weights.write_bytes(content)
+    lines = origin.read_text().splitlines()
+    kept = [line for line in lines if '"sha256"' not in line]  # as in exports of earlier versions
+    assert len(kept) == len(lines) - 1
+    origin.write_text("\n".join(kept))
+    import_huggingface(folder, tmp_path / "run")
 
 
 def corruptions(folder: Path) -> list[tuple[str, bytes]]:

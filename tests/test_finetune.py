@@ -8,10 +8,12 @@ import pytest
 import torch
 from conftest import Cli, refusal, run_here
 from noise import fill_with_noise
+from saving import rewrite
 
 from chargpt.config import Config, ModelConfig
 from chargpt.models import build_model
 from chargpt.store.checkpoint import RunState
+from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run, load_run
 from chargpt.text.tokenizer import CharTokenizer
@@ -142,6 +144,27 @@ def test_a_pull_towards_the_old_weights_forgets_less(first: Path, cli: Cli) -> N
     assert "first" in refusal(cli(*resume, "train.max_steps=80"))
     alone = cli("train", "second.txt", "-s", "optim.l2_sp=0.1", "--out", "alone")
     assert "train.from_run" in refusal(alone)
+
+
+def test_a_pull_towards_weights_that_have_changed_is_not_resumed(first: Path, cli: Cli) -> None:
+    train = ("train", "second.txt", "--from", first, *STEPS, "-s", "optim.l2_sp=0.5")
+    assert cli(*train, "--out", "pulled").returncode == 0
+    resume = ("train", "--resume", "pulled", "-s", "train.max_steps=61")
+    shutil.copytree(first, "as-it-was")
+    assert cli("train", "--resume", first, "-s", "train.max_steps=120").returncode == 0
+    message = refusal(cli(*resume))
+    assert "first, towards whose weights optim.l2_sp pulls, has changed since pulled" in message
+    shutil.copytree("pulled", "earlier")
+    checkpoint = RunFolder(Path("earlier")).load("latest").folder
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert len(state.pop("base_fingerprint")) == 16
+    rewrite(checkpoint, "state.json", json.dumps(state).encode())
+    earlier = cli("train", "--resume", "earlier", "-s", "train.max_steps=61")
+    assert earlier.returncode == 0, earlier.stderr
+    shutil.rmtree(first)
+    Path("as-it-was").rename(first)
+    resumed = cli(*resume)
+    assert resumed.returncode == 0, resumed.stderr
 
 
 def test_a_fine_tuned_run_is_compared_with_a_fresh_one(first: Path, cli: Cli) -> None:

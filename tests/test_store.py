@@ -26,6 +26,7 @@ from chargpt.files import to_json
 from chargpt.store import checkpoint, metrics
 from chargpt.store.checkpoint import (
     Checkpoint,
+    RunState,
     list_checkpoints,
     load_checkpoint,
     newest_metadata,
@@ -165,7 +166,7 @@ def test_a_metrics_write_that_failed_as_a_whole_leaves_no_damage(
         run.metrics.append({"step": 2, "loss": 1.0})
     monkeypatch.undo()
     run.metrics.append({"step": 3, "loss": 1.0})
-    assert run.metrics.problems(3) == []
+    assert run.metrics.problems(RunState(3)) == []
 
 
 def test_one_process_at_a_time_holds_the_lock_of_a_run(run: RunFolder) -> None:
@@ -834,7 +835,9 @@ def test_hostile_metrics_are_damaged_lines(run: RunFolder, line: str) -> None:
     content = f'{line}\n{{"step": 1, "loss": 2.0}}\n'
     (run.path / "metrics.jsonl").write_bytes(os.fsencode(content))
     assert run.metrics.records() == [{"step": 1, "loss": 2.0}]
-    assert run.metrics.problems(1) == [f"{run.path / 'metrics.jsonl'} has damaged lines: 1 of 2"]
+    assert run.metrics.problems(RunState(1)) == [
+        f"{run.path / 'metrics.jsonl'} has damaged lines: 1 of 2"
+    ]
 
 
 def test_a_log_too_long_for_memory_is_thinned_evenly_but_for_its_validations(

@@ -6,7 +6,9 @@ to the folder that it has locked.
 
 import contextlib
 import errno
+import json
 import os
+import re
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -23,9 +25,10 @@ from chargpt.analysis.report import write_report
 from chargpt.errors import RunError, UnsavedError
 from chargpt.inference.scoring import score
 from chargpt.store import commit
-from chargpt.store.checkpoint import FILES
+from chargpt.store.checkpoint import FILES, RunState
 from chargpt.store.folder import RunFolder
 from chargpt.store.listing import list_runs
+from chargpt.store.metrics import VALIDATION, to_line
 from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.store.verify import verify
 from chargpt.training.start import Request, open_session
@@ -127,6 +130,35 @@ def test_a_folder_in_place_of_a_file_of_a_run_is_named(place: str, run: RunFolde
     (run.path / place).mkdir()
     with pytest.raises(RunError, match=f"{place} is .* a folder in place of a file; delete it"):
         run.locked().__enter__()
+
+
+@pytest.mark.parametrize("name", ["gpt", "curves.svg"])
+def test_a_comparison_follows_no_link_in_its_folder(
+    name: str, cli: Cli, verse: Path, mixed_run: Path
+) -> None:
+    shutil.copytree(mixed_run, "victim")
+    before = contents(Path("victim"))
+    Path("both").mkdir()
+    target = Path("victim") if name == "gpt" else Path("victim", "new.svg")
+    Path("both", name).symlink_to(target.absolute())
+    words = ("--out", "both", "--resume", "--models", "bigram,gpt", "-s", "train.max_steps=1")
+    message = refusal(cli("compare", verse, *words))
+    assert f"both/{name} is a symbolic link, and none is followed" in message
+    assert contents(Path("victim")) == before
+
+
+def test_the_newest_run_is_none_that_a_link_leads_to(run: RunFolder, tmp_path: Path) -> None:
+    save(run, 1)
+    for path, target in (("runs/link", run.path), ("runs/group", run.path.parent)):
+        link = tmp_path / "other" / path
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target)
+    with pytest.raises(RunError, match="there is no run under"):
+        newest_run(tmp_path / "other" / "runs")
+    assert list_runs(tmp_path / "other") == []
+    named = tmp_path / "other" / "runs" / "link"
+    assert load_run(named, device="cpu").step == 1
+    assert newest_run(tmp_path / "other" / "runs" / "group") == named.with_name("group") / "mine"
 
 
 def test_a_link_of_another_name_in_a_run_stays_and_hinders_nothing(
@@ -311,7 +343,7 @@ def test_every_flipped_bit_of_the_metrics_is_seen_or_changes_no_number(
             assert notes == [f"damaged lines of {run.metrics.path}, left out: 1"] or (
                 notes == [f"damaged lines of {run.metrics.path}, left out: 2"]
             )
-            assert run.metrics.problems(1)
+            assert run.metrics.problems(RunState(1))
             seen += 1
         notes.clear()
         run.metrics.path.write_bytes(intact)
@@ -325,7 +357,28 @@ def test_lines_of_earlier_versions_have_no_checksum_and_later_ones_must(run: Run
     with open(run.metrics.path, "a") as file:
         file.write('{"step": 3, "loss": 1.0}\n')
     assert [record["loss"] for record in run.metrics.records()] == [3.0, 2.0]
-    assert "damaged lines: 1 of 3" in " ".join(run.metrics.problems(2))
+    assert "damaged lines: 1 of 3" in " ".join(run.metrics.problems(RunState(2)))
+
+
+def test_a_log_without_its_checksums_or_of_another_run_is_damaged(
+    mixed_run: Path, tmp_path: Path, notes: list[str]
+) -> None:
+    run = RunFolder(Path(shutil.copytree(mixed_run, tmp_path / "run")))
+    loaded, log = load_run(run.path, device="cpu"), run.metrics.path
+    intact = log.read_text()
+    assert verify(run).problems == []
+    stripped = re.sub(r', "crc32": \d+', "", intact)
+    log.write_text(stripped.replace('"loss": 2', '"loss": 0'))
+    assert "has damaged lines: 43 of 43" in verify(run).problems[0]
+    assert loaded.records() == []
+    assert "left out: 43" in notes[-1]
+    records = [*map(json.loads, stripped.splitlines())]
+    others = [{**each, **({VALIDATION: 0.5} if VALIDATION in each else {})} for each in records]
+    log.write_text("".join(map(to_line, others)))
+    (problem,) = verify(run).problems
+    assert "it was changed, or is of another run" in problem
+    log.write_text(intact + to_line({"step": 3, "loss": 0.5}))
+    assert verify(run).problems == [f"{log} repeats steps: 1"]
 
 
 @pytest.mark.parametrize("n_keys", [0, 10, 1000, 100_000])
@@ -537,3 +590,14 @@ def test_force_does_not_rename_the_current_folder(mixed_run: Path, verse: Path, 
         with contextlib.chdir(folder):
             message = refusal(cli("train", text, "--out", out, "--force"))
             assert "holds the current folder" in message
+
+
+@pytest.mark.parametrize("words", [("data", "info", "t.txt"), ("sample", "RUN", "-n", "5")])
+def test_a_deleted_current_folder_is_named_as_the_cause(
+    words: tuple[str, ...], mixed_run: Path, cli: Cli
+) -> None:
+    Path("gone").mkdir()
+    with contextlib.chdir("gone"):
+        Path("../gone").rmdir()
+        message = refusal(cli(*(mixed_run if word == "RUN" else word for word in words)))
+    assert message == "chargpt: the current folder was deleted; change to another with cd"

@@ -28,6 +28,7 @@ from chargpt.inference.evaluation import (
 from chargpt.inference.generation import PLAIN, sample
 from chargpt.log import logger
 from chargpt.models.ngram import NGRAM
+from chargpt.outputs import require_no_link
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint, is_run
 from chargpt.store.metrics import validation_curve
@@ -317,7 +318,7 @@ class Comparison:
         `curve` is the name of its curve; `mixture_run`, the run with its mixture as its model, is
         another row.
         """
-        records = RunFolder(run.folder).metrics.records()
+        records = run.records()
         seconds = max([run.state.seconds, *(each.get("seconds", 0) for each in records)])
         models = {name: run.model}
         if mixture_run is not None and self.has_mixtures:
@@ -373,6 +374,8 @@ class Comparison:
         if request.budget is not None:
             deadline, fixed_keys = request.deadline()
         paths = [out / training.folder for training in trainings] if out else []
+        for path in paths:
+            require_no_link(path)
         if not resume and (taken := next(filter(exists, paths), None)) is not None:
             raise ConfigError(
                 f"{taken} exists; continue the comparison with --resume, or name another folder "

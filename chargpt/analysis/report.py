@@ -29,7 +29,6 @@ from chargpt.models.gpt import GPT
 from chargpt.models.gpt2 import GPT2
 from chargpt.models.ngram import NGRAM, NGRAM_ORDER
 from chargpt.outputs import require_output, write_output
-from chargpt.store.folder import RunFolder
 from chargpt.store.layout import REPORT
 from chargpt.store.metrics import validation_curve
 from chargpt.store.mixture import find_mixture_run
@@ -72,7 +71,7 @@ def write_report(
     require_output(path or run.folder / REPORT)
     corpus = corpus or run.corpus()
     scores = scores or evaluate_run(run, corpus, mixture_run=find_mixture_run(run))
-    records = RunFolder(run.folder).metrics.records()
+    records = run.records()
     values: Values = {
         **result(run, corpus, scores, records),
         **curves(run, corpus, scores, records),

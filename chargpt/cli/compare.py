@@ -28,9 +28,9 @@ from chargpt.cli.train import LABEL, describe_plan, run_steps
 from chargpt.config import parse_override, shipped_configs, split_values
 from chargpt.errors import ConfigError, Stopped
 from chargpt.files import quoted
-from chargpt.outputs import require_new_output, write_new
+from chargpt.outputs import require_new_output, require_no_link, write_new
 from chargpt.store.commit import read_error
-from chargpt.store.layout import is_readable_run, is_run
+from chargpt.store.layout import find_runs, is_run
 from chargpt.text.display import one_line
 from chargpt.training.start import Request, Session
 
@@ -183,7 +183,7 @@ def reject_mixed(paths: list[Path], models: str | None) -> None:
 def runs_in(path: Path) -> list[Path]:
     """Return the runs in a folder, such as `compare --out` makes; another path itself."""
     try:
-        inside = [] if is_run(path) else [each for each in path.glob("*") if is_readable_run(each)]
+        inside = [] if is_run(path) else [*find_runs(path, depth=1)]
     except OSError as error:
         raise read_error(path, error) from None
     return sorted(inside) or [path]
@@ -205,7 +205,7 @@ def train(
         try:
             result.train(request, runs_of, run_session, n_seeds, resume=resume, on_progress=loading)
         except (KeyboardInterrupt, Stopped):
-            if result.folder is not None and any(map(is_run, result.folder.glob("*"))):
+            if result.folder is not None and any(find_runs(result.folder, depth=1)):
                 say_stopped(result.folder, request)
             raise
 
@@ -259,8 +259,10 @@ def show(result: Comparison, plot: Path | None, csv_: Path | None, *, json_: boo
 
 
 def plot_in(folder: Path, *, is_ladder: bool) -> Path:
-    """Return the path of the plot in the folder of a comparison."""
-    return folder / ("ladder.svg" if is_ladder else "curves.svg")
+    """Return the path of the plot in a comparison's folder, or raise ConfigError for a link."""
+    path = folder / ("ladder.svg" if is_ladder else "curves.svg")
+    require_no_link(path)
+    return path
 
 
 def write_csv(result: Comparison, path: Path) -> None:

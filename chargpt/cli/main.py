@@ -33,7 +33,14 @@ from typer.core import TyperGroup
 from chargpt import __version__
 from chargpt.cli import console
 from chargpt.distributed import is_main_rank, launch_seconds
-from chargpt.errors import ChargptError, DeviceError, Stopped, is_out_of_memory, reason_of
+from chargpt.errors import (
+    ChargptError,
+    ConfigError,
+    DeviceError,
+    Stopped,
+    is_out_of_memory,
+    reason_of,
+)
 
 # Typer vendors click in some versions and depends on it in others; the bases of its public
 # exception are right in both.
@@ -94,7 +101,15 @@ def help_text(command: str) -> str:
 
 
 def load_command(name: str) -> Any:
-    """Import a command's module and return its click command."""
+    """Import a command's module and return its click command.
+
+    Raises:
+        ConfigError: the current folder was deleted: libraries of PyTorch would end the process.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder was deleted; change to another with cd") from None
     # on a busy machine the import of PyTorch takes seconds
     with console.say_if_slow("loading PyTorch ..."), handling(exit_at_once):
         module = import_module(f"chargpt.cli.{MODULES.get(name, name)}")

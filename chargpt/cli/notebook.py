@@ -15,7 +15,6 @@ from chargpt.cli.train import describe_model, describe_plan
 from chargpt.errors import ChargptError
 from chargpt.inference.evaluation import Evaluation
 from chargpt.log import logger
-from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run
 from chargpt.training.start import Session
@@ -49,7 +48,7 @@ def show_result(session: Session, run: Run) -> None:
 
     try:
         scores = report.final_scores(session, run)
-        sentences = summarize(run, scores, session.folder.metrics.records())
+        sentences = summarize(run, scores, run.records())
     except ChargptError as error:
         logger.warning(f"no results: {error}")
         return
@@ -62,7 +61,7 @@ def run_html(run: Run) -> str:
     """Return the main facts about a run, and its validation curve if it has one."""
     state, curve, best, plot = run.state, [], "unknown", None
     with suppress(ChargptError):  # the model is loaded and can be used
-        curve = validation_curve(RunFolder(run.folder).metrics.records())
+        curve = validation_curve(run.records())
     if state.best_nats_per_char is not None:
         nats, bits, _ = loss_cells(state.best_nats_per_char)
         best = f"{nats} nats/char ({bits} bits/char) at step {state.best_step or 0:,}"

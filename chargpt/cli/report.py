@@ -54,7 +54,7 @@ def _show_result(session: Session, *, json_: bool) -> None:
     trainer, folder, state = session.trainer, session.folder, session.trainer.state
     best = load_run(folder.path, "best", str(trainer.device))
     scores = final_scores(session, best)
-    records = folder.metrics.records()
+    records = best.records()
     sentences = summarize(best, scores, records)
     forgotten = None
     if session.base_run is not None:

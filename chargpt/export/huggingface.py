@@ -2,9 +2,10 @@
 
 model.safetensors config.json generation_config.json tokenizer.json tokenizer_config.json
 README.md     the model card
-chargpt.json  config, tokenizer and state of the run, for `chargpt import hf`
+chargpt.json  config, tokenizer and state of the run, for `chargpt import hf`, and a checksum
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -62,6 +63,12 @@ def export_huggingface(run: Run, folder: Path) -> ExportCheck | None:
 
 def write_huggingface(folder: Path, run: Run, model: GPT) -> None:
     """Write the files of the folder."""
+    weights = safetensors.torch.save(qwen3_weights(model), {"format": "pt"})
+    origin = {
+        "config": run.config.model_dump(mode="json"),
+        "tokenizer": run.tokenizer.to_json(),
+        "state": run.state.to_json().decode(),
+    }
     trees = {
         "config.json": qwen3_config(model),
         "generation_config.json": generation_config(run),
@@ -74,20 +81,24 @@ def write_huggingface(folder: Path, run: Run, model: GPT) -> None:
             "model_input_names": ["input_ids", "attention_mask"],
             "model_max_length": model.block_size,
         },
-        ORIGIN: {
-            "config": run.config.model_dump(mode="json"),
-            "tokenizer": run.tokenizer.to_json(),
-            "state": run.state.to_json().decode(),
-        },
+        ORIGIN: {"sha256": origin_digest(origin, weights), **origin},
     }
     files = {
-        WEIGHTS: safetensors.torch.save(qwen3_weights(model), {"format": "pt"}),
+        WEIGHTS: weights,
         "README.md": model_card(run).encode(),
         **{name: json.dumps(tree, indent=2).encode() for name, tree in trees.items()},
     }
     folder.mkdir()
     for name, content in files.items():
         (folder / name).write_bytes(content)
+
+
+def origin_digest(origin: Mapping[str, Any], weights: bytes) -> str:
+    """Return the SHA-256 of all else in `chargpt.json` and of the weights' file."""
+    others = {key: value for key, value in origin.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(others).encode())
+    digest.update(weights)
+    return digest.hexdigest()
 
 
 def qwen3_config(model: GPT) -> dict[str, Any]:

@@ -55,6 +55,8 @@ class RunState:
     rollbacks: Count = 0  # how often the run returned to a checkpoint after a non-finite value
     corpus_key: str | None = None  # `Corpus.key` of the training text
     text_name: str = ""  # name of the training text
+    metrics_have_checksums: bool = False  # each line of the log; not of all earlier versions
+    base_fingerprint: str | None = None  # of the run that `optim.l2_sp` pulls towards, in hex
     threads: Count | None = None  # CPU threads of PyTorch
     world_size: Count = 1  # number of ranks
     torch: str = "unknown"  # version of PyTorch

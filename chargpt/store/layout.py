@@ -139,14 +139,16 @@ def is_readable_run(path: Path) -> bool:
 
 
 def find_runs(
-    parent: Path, is_known_run: Callable[[Path], bool] = is_readable_run
+    parent: Path, is_known_run: Callable[[Path], bool] = is_readable_run, depth: int = 2
 ) -> Iterator[Path]:
-    """Yield the runs in a folder, at most two levels deep, and none within a run."""
+    """Yield the runs at most `depth` levels deep in a folder, none in a run or through a link."""
     for path in parent.glob("*"):
+        if os.path.islink(path):
+            continue
         if is_known_run(path):
             yield path
-        else:
-            yield from filter(is_known_run, path.glob("*"))
+        elif depth > 1:
+            yield from find_runs(path, is_known_run, depth - 1)
 
 
 def is_abandoned(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """The metrics log `metrics.jsonl`: one JSON object per line, of numbers and sampled text.
 
 Each line ends with the CRC-32 of the object without it, `crc32`. Those that earlier versions have
-written, at the beginning of a log, have none.
+written, at the beginning of a log, have none; the state of a run says whether it may have such.
 """
 
 import errno
@@ -18,6 +18,7 @@ from typing import Any
 from chargpt.errors import RunError
 from chargpt.files import open_regular, write_atomically
 from chargpt.log import logger
+from chargpt.store.checkpoint import RunState
 from chargpt.store.commit import read_error
 
 VALIDATION = "val_nats_per_char"
@@ -68,7 +69,7 @@ class MetricsLog:
         """Keep records for the next `append`."""
         self.unwritten += [to_line(record) for record in records]
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self, *, requires_checksums: bool = False) -> list[dict[str, Any]]:
         """Return the records in order, without damaged lines, whose number is logged.
 
         Of a log of more than MAX_KEPT_BYTES, every second record is left out, and so on: first only
@@ -81,7 +82,7 @@ class MetricsLog:
         kept: list[tuple[int, dict[str, Any]]] = []  # with the bytes of each
         n_bytes, every, damaged = 0, 1, 0
         try:
-            for number, (line, record) in enumerate(self._parsed()):
+            for number, (line, record) in enumerate(self._parsed(requires_checksums)):
                 damaged += record is None and is_damage(line)
                 if record is not None and (number % every == 0 or VALIDATION in record):
                     kept.append((len(line) + RECORD_BYTES, record))
@@ -95,9 +96,8 @@ class MetricsLog:
             logger.warning(f"damaged lines of {self.path}, left out: {damaged:,}")
         return [record for _, record in kept]
 
-    def _parsed(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    def _parsed(self, has_checksums: bool = False) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         """Yield the lines with their records, None if damaged."""
-        has_checksums = False
         for line in self._lines():
             record = parse_record(line, requires_checksum=has_checksums)
             has_checksums |= record is not None and CHECKSUM.search(line) is not None
@@ -127,19 +127,33 @@ class MetricsLog:
             (part if len(part) == MAX_LINE_BYTES else part.rstrip(b"\n") + b"\n" for part in kept),
         )
 
-    def problems(self, step: int) -> list[str]:
-        """Return a sentence for damaged lines, and one for training steps missing to `step`."""
-        n_lines = damaged = n_steps = last = 0
-        for line, record in self._parsed():
+    def problems(self, state: RunState) -> list[str]:
+        """Return sentences: damaged lines, steps missing or repeated, another best loss."""
+        step, best, found = state.step, state.best_nats_per_char, None
+        n_lines = damaged = n_steps = n_repeated = last = 0
+        for line, record in self._parsed(state.metrics_have_checksums):
             n_lines += bool(line.strip())
             damaged += record is None and is_damage(line)
-            if record is not None and "loss" in record and last < record["step"] <= step:
+            if record is None:
+                continue
+            if VALIDATION in record and record["step"] == state.best_step:
+                found = record[VALIDATION]
+            if "loss" in record and record["step"] <= last:
+                n_repeated += 1
+            elif "loss" in record and record["step"] <= step:
                 n_steps, last = n_steps + 1, record["step"]
         problems = []
         if damaged:
             problems.append(f"{self.path} has damaged lines: {damaged:,} of {n_lines:,}")
         if missing := step - n_steps:
             problems.append(f"{self.path} lacks the training loss of {missing:,} of {step:,} steps")
+        if n_repeated:
+            problems.append(f"{self.path} repeats steps: {n_repeated:,}")
+        if best is not None and state.best_step is not None and found != best:
+            problems.append(
+                f"{self.path} does not have the validation loss of the best checkpoint, {best:.4f} "
+                f"at step {state.best_step:,}; it was changed, or is of another run"
+            )
         return problems
 
 

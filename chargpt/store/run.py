@@ -94,7 +94,7 @@ class Run:
         Raises:
             RunError: the file cannot be read.
         """
-        records = RunFolder(self.folder).metrics.records()
+        records = self.records()
         common = {"step": "step", "seconds": "seconds"}
         train = {**common, "loss": "loss", "grad_norm": "grad_norm", "lr_factor": "lr_factor"}
         columns = {"train": train, "validation": {**common, "loss": VALIDATION}}
@@ -105,6 +105,11 @@ class Run:
             }
             for part, keys in columns.items()
         }
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the records of the metrics log; raises as `MetricsLog.records`."""
+        log = RunFolder(self.folder).metrics
+        return log.records(requires_checksums=self.state.metrics_have_checksums)
 
     def fingerprint(self) -> bytes:
         """Return a hash of the model's weights and settings and of the vocabulary, 8 bytes."""

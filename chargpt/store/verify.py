@@ -86,7 +86,7 @@ def _check_files(run: RunFolder, latest: Checkpoint, problems: list[str], notes:
         elif CharTokenizer.load(path) != latest.tokenizer:
             problems.append(f"{path} is not the tokenizer of {latest.folder.name}")
         if latest.optimizer:  # an imported run has neither an optimizer state nor metrics
-            problems += run.metrics.problems(latest.state.step)
+            problems += run.metrics.problems(latest.state)
         for page in filter(exists, (run.path / REPORT, run.path / PLAY)):
             _check_page(page, notes)
     except (ChargptError, OSError) as error:

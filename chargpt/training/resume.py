@@ -94,11 +94,19 @@ def continue_run(
     """Return the session that continues a run, whose folder is locked, from a checkpoint.
 
     Raises:
-        ChargptError: a setting does not fit the machine; the folder is unusable.
+        RunError: the base run has changed, and the result depends on it; the folder is unusable.
+        ChargptError: a setting does not fit the machine.
     """
     base_run = None
     if config.optim.l2_sp and config.train.from_run is not None:
         base_run = shared_run(group, config.train.from_run)
+        known = saved.state.base_fingerprint  # None of runs of earlier versions
+        if known not in (None, base_run.fingerprint().hex()):
+            raise RunError(
+                f"{config.train.from_run}, towards whose weights optim.l2_sp pulls, has changed "
+                f"since {folder.path} was started; restore it, or start a new run with "
+                f"`chargpt train TEXT --from {quoted(folder.path)}`"
+            )
     ngram = None if baselines is None else baselines.ngram
     with explained_memory_errors(config, corpus, group):
         trainer = Trainer(

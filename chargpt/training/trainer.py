@@ -113,7 +113,8 @@ class Trainer:
         self.learner = Learner(self.config, corpus, self.group, self.device, saved, ngram, base_run)
         self.model, self.dtype = self.learner.model, self.learner.dtype
         self.writer = RunWriter(self.folder, tensorboard=self.config.track.tensorboard)
-        self.state = RunState(step=0)
+        base = base_run.fingerprint().hex() if base_run and config.optim.l2_sp else None
+        self.state = RunState(step=0, metrics_have_checksums=True, base_fingerprint=base)
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # metrics still on the device
         self.metrics_written = -math.inf  # time
         self.saved_at = math.inf  # time; `steps` sets it
