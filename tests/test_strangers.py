@@ -111,7 +111,7 @@ def test_a_run_that_holds_a_link_is_refused_and_the_link_not_followed(
         lambda: RunFolder(run.path).create(CONFIG, TOKENIZER, replace=True),
     )
     for use in uses:
-        with pytest.raises(RunError, match="is a symbolic link, a pipe, a device, or a folder"):
+        with pytest.raises(RunError, match="is a symbolic link, a pipe or a device, which a run"):
             use()
     assert [each.status for each in list_runs(run.path.parent)] in (["damaged"], [])
     with pytest.raises(RunError, match="there is no run under"):
@@ -119,17 +119,6 @@ def test_a_run_that_holds_a_link_is_refused_and_the_link_not_followed(
     with pytest.raises(OSError, match="link"):
         run.require_own()
     assert contents(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    "place", ["config.yaml", ".lock", "metrics.jsonl", "checkpoints/step-00000001/state.json"]
-)
-def test_a_folder_in_place_of_a_file_of_a_run_is_named(place: str, run: RunFolder) -> None:
-    save(run, 1)
-    (run.path / place).unlink(missing_ok=True)
-    (run.path / place).mkdir()
-    with pytest.raises(RunError, match=f"{place} is .* a folder in place of a file; delete it"):
-        run.locked().__enter__()
 
 
 @pytest.mark.parametrize("name", ["gpt", "curves.svg"])

@@ -224,7 +224,7 @@ class RunFolder:
         """
         self.follow()
         if (link := find_link(self.path)) is not None:
-            raise OSError(errno.ELOOP, f"{link} in it is a link, a pipe, a device or a folder")
+            raise OSError(errno.ELOOP, f"{link} in it is a link, a pipe or a device")
 
     def _acquire(self) -> None:
         try:

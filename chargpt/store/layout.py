@@ -41,19 +41,16 @@ RUN_FILES = (METRICS, *RESULTS, CONFIG, TOKENIZER)
 POINTERS = ("latest.json", "best.json")  # of runs by earlier versions
 RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
     rf"""
+    {re.escape(NEW)} |
     ({re.escape(NEW)}/)? (
-        (
-            {re.escape(LOCK)} |
-            {name_pattern(RUN_FILES)} |
-            {TEXT}/{name_pattern(TEXT_FILES)} |
-            {TENSORBOARD}/events\.out\.tfevents\.[^/\n]+ |
-            {CHECKPOINTS}/{name_pattern(POINTERS)} |
-            {CHECKPOINTS}/({CHECKPOINT_NAME.pattern} | {UNFINISHED.pattern})
-                /{name_pattern((*FILES, KEEP))}
-        ) |
-        (?P<folder> {TEXT} | {TENSORBOARD} | {CHECKPOINTS} |
-            {CHECKPOINTS}/({CHECKPOINT_NAME.pattern} | {UNFINISHED.pattern}))
-    ) | {re.escape(NEW)}""",
+        {re.escape(LOCK)} |
+        {name_pattern(RUN_FILES)} |
+        {TEXT} (/{name_pattern(TEXT_FILES)})? |
+        {TENSORBOARD} (/events\.out\.tfevents\.[^/\n]+)? |
+        {CHECKPOINTS} (/{name_pattern(POINTERS)})? |
+        {CHECKPOINTS}/({CHECKPOINT_NAME.pattern} | {UNFINISHED.pattern})
+            (/{name_pattern((*FILES, KEEP))})?
+    )""",
     re.VERBOSE,
 )
 
@@ -77,10 +74,7 @@ def identity_of(path: Path | int) -> tuple[int, int] | None:
 
 
 def find_link(path: Path) -> str | None:
-    """Return the relative path of what is not the file or folder that a run has there, or None.
-
-    It is a link, a pipe, a device, or a folder in place of a file.
-    """
+    """Return the relative path of a link, pipe or device in place of a file or folder of a run."""
     pending = [""]
     while pending:
         parent = pending.pop()
@@ -92,12 +86,10 @@ def find_link(path: Path) -> str | None:
             raise
         for entry in entries:
             name = parent + entry.name
-            place = RUN_PATHS.fullmatch(name)
-            if place is None:
+            if not RUN_PATHS.fullmatch(name):
                 continue
             is_junction = getattr(entry, "is_junction", lambda: False)()  # of Windows
-            is_folder = place["folder"] or name == NEW
-            if is_folder and entry.is_dir(follow_symlinks=False) and not is_junction:
+            if entry.is_dir(follow_symlinks=False) and not is_junction:
                 pending.append(f"{name}/")
             elif not entry.is_file(follow_symlinks=False):
                 return str(name)
@@ -105,7 +97,7 @@ def find_link(path: Path) -> str | None:
 
 
 def require_no_links(path: Path) -> None:
-    """Reject a run that holds what `find_link` finds.
+    """Reject a run in whose folder a link, pipe or device is in place of a file or folder of it.
 
     Raises:
         UnreadableError: the folder cannot be read now.
@@ -117,8 +109,8 @@ def require_no_links(path: Path) -> None:
         raise read_error(path, error) from None
     if link is not None:
         raise RunError(
-            f"{path / link} is a symbolic link, a pipe, a device, or a folder in place of a file; "
-            "delete it, or put what belongs there in its place"
+            f"{path / link} is a symbolic link, a pipe or a device, which a run may not hold; "
+            "delete it, or put what it stands for in its place"
         )
 
 

@@ -179,7 +179,7 @@ def damaged_text(work: Path, index: int, random: Random) -> str | None:
         if "Traceback" in result.err or result.code != expected:
             return f"{what}: {command[0]}: exit {result.code}: {result.err[-500:]}"
         said = [line for line in (result.out + result.err).splitlines() if "R/text" in line]
-        if len(said) != 1 or not re.search("damaged|a pipe, a device", said[0]):
+        if len(said) != 1 or not re.search("damaged|a pipe or a device", said[0]):
             return f"{what}: {command[0]} does not name the damage: {result.err[-500:]}"
         if digests(run) != before:
             return f"{what}: {command[0]} changed a file"
