@@ -17,6 +17,7 @@ import pytest
 import safetensors.numpy
 from conftest import POSIX, Cli, refusal
 from saving import CONFIG, TOKENIZER, save
+from shared_runs import MIXED_SETTINGS
 
 import chargpt
 from chargpt.analysis.report import write_report
@@ -526,3 +527,18 @@ def test_force_does_not_rename_the_current_folder(mixed_run: Path, verse: Path, 
         with contextlib.chdir(folder):
             message = refusal(cli("train", text, "--out", out, "--force"))
             assert "holds the current folder" in message
+
+
+def test_a_text_of_another_run_with_the_same_characters_is_refused(
+    mixed_run: Path, verse: Path, cli: Cli
+) -> None:
+    shutil.copytree(mixed_run, "r")
+    Path("t.txt").write_text(verse.read_text("utf-8")[::-1], "utf-8")
+    settings = {**MIXED_SETTINGS, "train.max_steps": 1}
+    other = chargpt.train("t.txt", settings=settings, out="other")
+    shutil.copytree("other/text", "r/text", dirs_exist_ok=True)
+    assert load_run("r").tokenizer == other.tokenizer
+    cause = "the text in r/text is damaged (it is the text of another run); restore it"
+    for command in (["evaluate", "r"], ["train", "--resume", "r", "-s", "train.max_steps=41"]):
+        assert cause in refusal(cli(*command))
+    assert cause in cli("verify", "r").stdout

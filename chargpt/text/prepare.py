@@ -582,11 +582,17 @@ def _sha256(tokenizer: CharTokenizer) -> str:
 
 
 def read_prepared(
-    folder: Path, settings: TextConfig, tokenizer: CharTokenizer, *, waits: bool = True
+    folder: Path,
+    settings: TextConfig,
+    tokenizer: CharTokenizer,
+    key: str | None = None,
+    *,
+    waits: bool = True,
 ) -> Corpus:
     """Return the text that `prepare` has stored in a folder, every byte checked.
 
-    Settings and tokenizer are those of the run that owns it; the former divide it into splits.
+    Settings, tokenizer and key, unless it is None, are those of the run that owns it; the settings
+    divide it into splits.
     Unless it waits, a long text is returned before it is checked, for `Corpus.require_intact`.
 
     Raises:
@@ -598,7 +604,7 @@ def read_prepared(
         if content.pop("crc32", None) != zlib.crc32(to_json(content)):
             raise ValueError(f"{META} has changed since it was written")
         meta = _Meta.model_validate_json(to_json(content))
-        if meta.tokenizer_sha256 != _sha256(tokenizer):
+        if meta.tokenizer_sha256 != _sha256(tokenizer) or key not in (None, meta.key):
             raise ValueError("it is the text of another run")
         files = dict[str, IO[bytes]]()
         for name, parts in meta.checksums.items():

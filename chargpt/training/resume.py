@@ -167,7 +167,7 @@ def text_of_run(
                 )
             if not folder.has_text():
                 folder.adopt_text()
-    corpus = folder.read_text(settings, tokenizer, waits=False)
+    corpus = folder.read_text(settings, tokenizer, saved.state.corpus_key, waits=False)
     known, found = {file.path: file.mtime_ns for file in corpus.files}, dict[str, int]()
     with suppress(TextError):  # as on another machine
         source = find_text(settings)
