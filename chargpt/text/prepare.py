@@ -142,6 +142,30 @@ class _Meta(BaseModel, strict=True, extra="forbid", title=META):
     format: Literal["chargpt-text"] = "chargpt-text"
     version: Literal[1, 2] = 2
 
+    def require_consistent(self, tokenizer: CharTokenizer, key: str | None) -> None:
+        """Check that it is of the run's text, and its numbers against each other, else ValueError.
+
+        Tokenizer and key are as for `read_prepared`.
+        """
+        if self.tokenizer_sha256 != _sha256(tokenizer) or key not in (None, self.key):
+            raise ValueError("it is the text of another run")
+        sizes = {name: sum(size for size, _ in parts) for name, parts in self.checksums.items()}
+        units = {TOKENS: tokenizer.dtype.itemsize, **({LINES: 8} if tokenizer.eos_token else {})}
+        if sizes.keys() != units.keys() or any(sizes[name] % unit for name, unit in units.items()):
+            raise ValueError(f"{META} lists other files, or other sizes, than a text has")
+        n_tokens = sizes[TOKENS] // units[TOKENS]
+        held_out = [
+            self.held_out[split].begin for split in ("val", "test") if split in self.held_out
+        ]
+        begins = [file.begin for file in self.files]
+        if (
+            not self.held_out.keys() <= {"val", "test"}
+            or any(begin >= end for begin, end in pairwise([0, *held_out, n_tokens]))
+            or [0, *begins] != sorted([0, *begins])
+            or self.rare_count > n_tokens
+        ):
+            raise ValueError(f"{META} holds offsets or counts that no text has")
+
 
 def load_corpus(
     settings: TextConfig | str | Path = TextConfig(),
@@ -604,13 +628,13 @@ def read_prepared(
         if content.pop("crc32", None) != zlib.crc32(to_json(content)):
             raise ValueError(f"{META} has changed since it was written")
         meta = _Meta.model_validate_json(to_json(content))
-        if meta.tokenizer_sha256 != _sha256(tokenizer) or key not in (None, meta.key):
-            raise ValueError("it is the text of another run")
+        meta.require_consistent(tokenizer, key)
         files = dict[str, IO[bytes]]()
         for name, parts in meta.checksums.items():
-            if name not in (TOKENS, LINES):
-                raise ValueError(f"{META} lists {name:.40}")
-            files[name] = open_regular(folder / name, sum(size for size, _ in parts))
+            size = sum(size for size, _ in parts)
+            files[name] = open_regular(folder / name, size)
+            if os.fstat(files[name].fileno()).st_size < size:
+                raise ValueError(f"{name} was cut short")
         corpus = _open(folder, settings, tokenizer, meta)
         if waits or corpus.tokens.nbytes < MIN_SEGMENTS * SEGMENT_BYTES:
             _check_files(folder, files, meta, tokenizer)
@@ -652,9 +676,16 @@ def _check_files(
 ) -> None:
     """Check the parts of all files against their checksums, and the ids against the vocabulary."""
 
+    n_documents, last_id = 0, None
+
     def check_ids(chunk: bytes) -> None:
-        if np.frombuffer(chunk, tokenizer.dtype).max() >= tokenizer.vocab_size:
+        nonlocal n_documents, last_id
+        ids = np.frombuffer(chunk, tokenizer.dtype)
+        if ids.max() >= tokenizer.vocab_size:
             raise ValueError("it holds ids that the vocabulary lacks")
+        if LINES in files:
+            n_documents += int(np.count_nonzero(ids == tokenizer.eos_token_id))
+            last_id = ids[-1]
 
     with _damage_reported(folder):
         for name, parts in meta.checksums.items():
@@ -663,6 +694,11 @@ def _check_files(
                 for size, checksum in parts:
                     if _crc32(file, size, check) != checksum:
                         raise ValueError(f"{name} has changed since it was written")
+        if LINES in files and (
+            last_id != tokenizer.eos_token_id
+            or sum(size for size, _ in meta.checksums[LINES]) != 8 * n_documents
+        ):
+            raise ValueError(f"{LINES} is of other documents than {TOKENS}")
 
 
 def _crc32(file: IO[bytes], size: int, check: Callable[[bytes], None] = lambda _: None) -> int:
