@@ -27,6 +27,7 @@ IS_WINDOWS = os.name == "nt"  # which moves and deletes no open or mapped file
 INVALID_NAME = 123  # Windows' error for a path that cannot exist, such as a pattern
 MAX_YAML_CHARACTERS = 200_000  # the parser takes seconds for a megabyte
 MAX_NUMBER_CHARACTERS = 100  # of YAML
+MAX_JSON_MARKS = 10_000_000  # of which the metadata of a text in a million files has 8 million
 UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\udc80-\udcff]")  # in a shell's word
 
 
@@ -235,7 +236,12 @@ def _in_hexadecimal(found: re.Match[str]) -> str:
 
 
 def parse_json(content: bytes | str) -> dict[str, Any]:
-    """Return a JSON object; ValueError if it is none, or nested too deep."""
+    """Return a JSON object; ValueError if it is none, too large in memory, or nested too deep."""
+    if isinstance(content, str):
+        content = content.encode(errors="surrogatepass")
+    # a list or an object takes up to 200 bytes of memory, another value up to 80
+    if 4 * (content.count(b"[") + content.count(b"{")) + content.count(b",") > MAX_JSON_MARKS:
+        raise ValueError("it has too many values")
     try:
         value = json.loads(content)
     except RecursionError:

@@ -30,7 +30,7 @@ from threading import Thread
 from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, NonNegativeInt
+from pydantic import BaseModel, BeforeValidator, FailFast, NonNegativeInt
 
 from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError, reason_of
@@ -128,7 +128,19 @@ def _as_parts(value: Any) -> Any:
     return [tuple(each) if isinstance(each, list) else each for each in value]
 
 
-class _Meta(BaseModel, strict=True, extra="forbid", title=META):
+def _require_few(value: Any) -> Any:
+    """Reject a mapping of more than two keys, as its errors would take gigabytes."""
+    if isinstance(value, dict) and len(value) > 2:
+        raise ValueError("it has more than two keys")
+    return value
+
+
+Parts = Annotated[
+    list[tuple[NonNegativeInt, int]], FailFast(), BeforeValidator(_as_parts)
+]  # sizes and CRC-32
+
+
+class _Meta(BaseModel, strict=True, title=META):
     """The content of `meta.json`, beside its own CRC-32, `crc32`."""
 
     name: str
@@ -136,9 +148,9 @@ class _Meta(BaseModel, strict=True, extra="forbid", title=META):
     rare_count: NonNegativeInt
     tokenizer_sha256: str
     # size and CRC-32 of the consecutive parts of the other files, by name
-    checksums: dict[str, Annotated[list[tuple[NonNegativeInt, int]], BeforeValidator(_as_parts)]]
-    files: list[TextFile]
-    held_out: dict[str, HeldOut] = {}
+    checksums: Annotated[dict[str, Parts], BeforeValidator(_require_few)]
+    files: Annotated[list[TextFile], FailFast()]
+    held_out: Annotated[dict[str, HeldOut], BeforeValidator(_require_few)] = {}
     format: Literal["chargpt-text"] = "chargpt-text"
     version: Literal[1, 2] = 2
 
@@ -627,7 +639,7 @@ def read_prepared(
         content = read_json(folder / META, MAX_META_BYTES)
         if content.pop("crc32", None) != zlib.crc32(to_json(content)):
             raise ValueError(f"{META} has changed since it was written")
-        meta = _Meta.model_validate_json(to_json(content))
+        meta = _Meta.model_validate(content)
         meta.require_consistent(tokenizer, key)
         files = dict[str, IO[bytes]]()
         for name, parts in meta.checksums.items():
