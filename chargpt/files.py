@@ -27,6 +27,7 @@ IS_WINDOWS = os.name == "nt"  # which moves and deletes no open or mapped file
 INVALID_NAME = 123  # Windows' error for a path that cannot exist, such as a pattern
 MAX_YAML_CHARACTERS = 200_000  # the parser takes seconds for a megabyte
 MAX_NUMBER_CHARACTERS = 100  # of YAML
+MAX_KEY_CHARACTERS = 200  # of a key of YAML, with those of its sections
 MAX_JSON_MARKS = 10_000_000  # of which the metadata of a text in a million files has 8 million
 UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\udc80-\udcff]")  # in a shell's word
 
@@ -336,6 +337,8 @@ def _to_python(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int
                 raise _fault("a key must be a single word", key_node)
             key = str(key_node.value)
             dotted = f"{path}.{key}" if path else key
+            if len(dotted) > MAX_KEY_CHARACTERS:  # all are stored, each with its sections
+                raise _fault("a key is too long, or nested too deep", key_node)
             if key in result:
                 raise _fault(f"{dotted} is set twice, first on line {lines[dotted]}", key_node)
             lines[dotted] = key_node.start_mark.line + 1

@@ -17,7 +17,7 @@ import chargpt.models
 from chargpt.config import Config, ModelConfig
 from chargpt.device import lazy_zeros
 from chargpt.errors import ConfigError, RunError, TextError
-from chargpt.files import parse_json, read_regular, to_json
+from chargpt.files import parse_json, parse_yaml, read_regular, to_json
 from chargpt.inference.decoders import ModelDecoder
 from chargpt.inference.evaluation import evaluate_tokens, iter_losses, sliding_windows
 from chargpt.inference.sampling import prefill
@@ -184,6 +184,14 @@ def test_the_errors_of_forged_metadata_do_not_grow_with_it(
     (tmp_path / "meta.json").write_bytes(to_json(meta))
     with pytest.raises(RunError, match=r"is damaged \(\d validation errors? for meta\.json\)"):
         read_prepared(tmp_path, settings, corpus.tokenizer)
+
+
+@pytest.mark.parametrize(("key", "n_levels"), [("x" * 1000, 95), ("x" * 90_000, 1), ("x", 101)])
+def test_a_long_or_deep_key_of_a_config_is_refused(key: str, n_levels: int) -> None:
+    """All keys below it are stored together with it: 200 kB would take gigabytes."""
+    with pytest.raises(ConfigError, match="a key is too long, or nested too deep"):
+        parse_yaml(f"{{? {key} : " * n_levels + "0" + "}" * n_levels, "c.yaml")
+    assert parse_yaml("{a: {b: {c: 0}}}", "c.yaml")[1] == {"a": 1, "a.b": 1, "a.b.c": 1}
 
 
 @pytest.mark.parametrize("key", ["length", "lines", "max_chars", "no_copy", "num_samples", "top_k"])

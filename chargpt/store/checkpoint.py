@@ -63,7 +63,8 @@ class RunState:
     def from_json(cls, content: bytes) -> Self:
         """Return the state in `state.json`, ignoring unknown keys; ValueError if malformed."""
         try:
-            return cls(**parse_json(content))
+            tree, names = parse_json(content), {field.name for field in dataclasses.fields(cls)}
+            return cls(**{name: tree[name] for name in names & tree.keys()})
         except ValidationError as error:
             detail = error.errors(include_url=False)[0]
             name = ".".join(map(str, detail["loc"])) or "it"
