@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import safetensors.numpy
 from conftest import POSIX, Cli, refusal
-from saving import CONFIG, TOKENIZER, save
+from saving import CONFIG, TOKENIZER, rewrite, save
 from shared_runs import MIXED_SETTINGS
 
 import chargpt
@@ -542,3 +542,20 @@ def test_a_text_of_another_run_with_the_same_characters_is_refused(
     for command in (["evaluate", "r"], ["train", "--resume", "r", "-s", "train.max_steps=41"]):
         assert cause in refusal(cli(*command))
     assert cause in cli("verify", "r").stdout
+
+
+def test_a_run_whose_config_leaves_nothing_to_train_on_is_refused(
+    mixed_run: Path, verse: Path, cli: Cli
+) -> None:
+    nothing = {"text.val_fraction": 0.999999, "text.mixture_characters": 0}
+    shutil.copytree(mixed_run, "r")
+    forged = load_run("r").config.with_values(nothing).to_yaml().encode()
+    for folder in Path("r/checkpoints").glob("step-*"):
+        rewrite(folder, "config.yaml", forged)
+    new = ("-s", "text.val_fraction=0.999999", "-s", "train.max_steps=1")
+    for command in (
+        ["train", "--resume", "r", "-s", "train.max_steps=41"],
+        ["train", verse, "--out", "new", *new],
+    ):
+        assert "characters, 0 to train on and" in refusal(cli(*command))
+    assert "the train split is shorter than 2" in refusal(cli("compare", "r", "r"))

@@ -75,6 +75,7 @@ def resumed_run(
                 "the budget is not used: it plans a new run, and a resumed one keeps its own "
                 f"plan of {config.train.max_steps:,} steps"
             )
+        corpus.require_blocks(config.model.block_size)
         baselines = Baselines(corpus) if group.is_main else None
         session = continue_run(folder, saved, config, corpus, baselines, group)
         if pace is not None:
