@@ -39,11 +39,20 @@ def exists(path: Path) -> bool:
     """
     try:
         path.lstat()
+    except ValueError:  # no system has such a path
+        return False
     except OSError as error:
         if is_missing(error):
             return False
         raise
     return True
+
+
+def expand_user(path: str) -> Path:
+    """Return a path with a leading `~` replaced, or as it is if no system can have it."""
+    with suppress(ValueError):
+        path = os.path.expanduser(path)
+    return Path(path)
 
 
 def is_missing(error: Exception) -> bool:
@@ -56,6 +65,8 @@ def entry_names(folder: Path) -> list[str]:
     """Return the names of a folder's entries; none if there is no folder."""
     try:
         return os.listdir(folder)
+    except ValueError:  # no system has such a path
+        return []
     except OSError as error:
         if is_missing(error):
             return []

@@ -21,7 +21,7 @@ from shared_runs import MIXED_SETTINGS
 
 import chargpt
 from chargpt.analysis.report import write_report
-from chargpt.errors import RunError, UnsavedError
+from chargpt.errors import RunError, TextError, UnsavedError
 from chargpt.inference.scoring import score
 from chargpt.store import commit
 from chargpt.store.checkpoint import FILES
@@ -559,3 +559,28 @@ def test_a_run_whose_config_leaves_nothing_to_train_on_is_refused(
     ):
         assert "characters, 0 to train on and" in refusal(cli(*command))
     assert "the train split is shorter than 2" in refusal(cli("compare", "r", "r"))
+
+
+@pytest.mark.parametrize("path", ["~a\0b", "a\0b", "~\ud800"])
+def test_a_path_that_no_system_can_have_is_refused(path: str) -> None:
+    with pytest.raises(RunError, match="there is no folder"):
+        load_run(path)
+    with pytest.raises(TextError):
+        chargpt.train(path, settings={"train.max_steps": 1})
+
+
+def test_a_run_whose_config_has_a_path_with_nul_is_resumed_from_its_own_files_alone(
+    mixed_run: Path, cli: Cli
+) -> None:
+    shutil.copytree(mixed_run, "r")
+    config = load_run("r").config.with_values({"text.path": "~a\0b"})
+    folder = Path("r/checkpoints/step-00000040")
+    for base in ({}, {"train.from_run": "a\0b", "optim.l2_sp": 0.1}):
+        rewrite(folder, "config.yaml", config.with_values(base).to_yaml().encode())
+        done = cli("train", "--resume", "r", "-s", "train.max_steps=41")
+        if base:
+            assert "there is no folder a" in refusal(done)
+        else:
+            assert done.returncode == 0, done.stderr
+            shutil.rmtree("r")
+            shutil.copytree(mixed_run, "r")
