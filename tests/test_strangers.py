@@ -24,7 +24,7 @@ from chargpt.analysis.report import write_report
 from chargpt.errors import RunError, TextError, UnsavedError
 from chargpt.inference.scoring import score
 from chargpt.store import commit
-from chargpt.store.checkpoint import FILES
+from chargpt.store.checkpoint import FILES, read_metadata
 from chargpt.store.folder import RunFolder
 from chargpt.store.listing import list_runs
 from chargpt.store.run import load_run, newest_run, open_run
@@ -584,3 +584,21 @@ def test_a_run_whose_config_has_a_path_with_nul_is_resumed_from_its_own_files_al
             assert done.returncode == 0, done.stderr
             shutil.rmtree("r")
             shutil.copytree(mixed_run, "r")
+
+
+def test_no_folder_but_those_of_its_text_is_listed_when_a_run_is_resumed(
+    verse: Path, cli: Cli, tmp_path: Path
+) -> None:
+    """The settings of a run from someone else may name the whole disk."""
+    shutil.copytree(verse.parent, "texts", ignore=lambda *_: {"README.md"})
+    chargpt.train("texts", settings={**QUICK, "train.max_steps": 1}, out="r", device="cpu")
+    (checkpoint,) = Path("r/checkpoints").glob("step-*")
+    config, _, _ = read_metadata(checkpoint)
+    forged = config.with_values({"text.path": f"{tmp_path}/**"}).to_yaml()
+    rewrite(checkpoint, "config.yaml", forged.encode())
+    Path("others").mkdir()
+    for number, (folder, is_noted) in enumerate((("others", False), ("texts", True)), 2):
+        Path(folder, "new.txt").write_text("new")
+        done = cli("train", "--resume", "r", "-s", f"train.max_steps={number}")
+        assert done.returncode == 0, done.stderr
+        assert ("has changed since the run began" in done.stderr) == is_noted
