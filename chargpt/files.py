@@ -27,6 +27,8 @@ IS_WINDOWS = os.name == "nt"  # which moves and deletes no open or mapped file
 INVALID_NAME = 123  # Windows' error for a path that cannot exist, such as a pattern
 MAX_YAML_CHARACTERS = 200_000  # the parser takes seconds for a megabyte
 MAX_NUMBER_CHARACTERS = 100  # of YAML
+MAX_KEY_CHARACTERS = 200  # of a key of YAML, with those of its sections
+MAX_JSON_MARKS = 10_000_000  # of which the metadata of a text in a million files has 8 million
 UNPRINTABLE = re.compile("[\0-\x1f\x7f-\x9f\u2028\u2029\udc80-\udcff]")  # in a shell's word
 
 
@@ -37,11 +39,20 @@ def exists(path: Path) -> bool:
     """
     try:
         path.lstat()
+    except ValueError:  # no system has such a path
+        return False
     except OSError as error:
         if is_missing(error):
             return False
         raise
     return True
+
+
+def expand_user(path: str) -> Path:
+    """Return a path with a leading `~` replaced, or as it is if no system can have it."""
+    with suppress(ValueError):
+        path = os.path.expanduser(path)
+    return Path(path)
 
 
 def is_missing(error: Exception) -> bool:
@@ -54,6 +65,8 @@ def entry_names(folder: Path) -> list[str]:
     """Return the names of a folder's entries; none if there is no folder."""
     try:
         return os.listdir(folder)
+    except ValueError:  # no system has such a path
+        return []
     except OSError as error:
         if is_missing(error):
             return []
@@ -235,7 +248,12 @@ def _in_hexadecimal(found: re.Match[str]) -> str:
 
 
 def parse_json(content: bytes | str) -> dict[str, Any]:
-    """Return a JSON object; ValueError if it is none, or nested too deep."""
+    """Return a JSON object; ValueError if it is none, too large in memory, or nested too deep."""
+    if isinstance(content, str):
+        content = content.encode(errors="surrogatepass")
+    # a list or an object takes up to 200 bytes of memory, another value up to 80
+    if 4 * (content.count(b"[") + content.count(b"{")) + content.count(b",") > MAX_JSON_MARKS:
+        raise ValueError("it has too many values")
     try:
         value = json.loads(content)
     except RecursionError:
@@ -330,6 +348,8 @@ def _to_python(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int
                 raise _fault("a key must be a single word", key_node)
             key = str(key_node.value)
             dotted = f"{path}.{key}" if path else key
+            if len(dotted) > MAX_KEY_CHARACTERS:  # all are stored, each with its sections
+                raise _fault("a key is too long, or nested too deep", key_node)
             if key in result:
                 raise _fault(f"{dotted} is set twice, first on line {lines[dotted]}", key_node)
             lines[dotted] = key_node.start_mark.line + 1

@@ -206,15 +206,17 @@ def test_resume_restarts_a_run_without_a_checkpoint(verse: Path, cli: Cli) -> No
     assert cli(*args).returncode == 0
 
 
-@pytest.mark.parametrize("text", ["my novel.txt", "novels"])
+@pytest.mark.parametrize("text", ["my novel.txt", "novels", "novels/*.txt", "**/*.txt"])
 def test_a_run_whose_text_has_changed_resumes_with_its_own_and_says_so(
     text: str, verse: Path, cli: Cli
 ) -> None:
     Path("novels").mkdir()
-    shutil.copy(verse, "my novel.txt" if text != "novels" else "novels/a.txt")
+    shutil.copy(verse, "novels/a.txt" if text != "my novel.txt" else text)
     cli("train", text, *QUICK, "--out", "mine")
+    same = cli("train", "--resume", "mine", "-s", "train.max_steps=7")
+    assert "has changed" not in same.stderr
     before = json.loads(cli("evaluate", "mine", "--json").stdout)["nats_per_char"]
-    grown = Path("novels/b.txt" if text == "novels" else text)
+    grown = Path("novels/b.txt" if text != "my novel.txt" else text)
     grown.write_text(verse.read_text(encoding="utf-8") + "Quite another text, xyz. " * 400)
     assert json.loads(cli("evaluate", "mine", "--json").stdout)["nats_per_char"] == before
     done = cli("train", "--resume", "mine", "-s", "train.max_steps=8")

@@ -14,6 +14,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -782,7 +783,8 @@ def put(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
 
 def change_meta(folder: Path, **changes: object) -> None:
     meta = json.loads((folder / "meta.json").read_text())
-    meta |= {"crc32": 0, **changes}
+    del meta["crc32"]
+    meta |= changes
     meta["crc32"] = zlib.crc32(to_json(meta))
     (folder / "meta.json").write_bytes(to_json(meta))
 
@@ -790,6 +792,14 @@ def change_meta(folder: Path, **changes: object) -> None:
 def forge_tokens(folder: Path, content: bytes) -> None:
     (folder / "tokens.bin").write_bytes(content)
     change_meta(folder, checksums={"tokens.bin": [len(content), zlib.crc32(content)]})
+
+
+def forge_lines(folder: Path, n_documents: int) -> None:
+    content = bytes(8 * n_documents)
+    (folder / "lines.bin").write_bytes(content)
+    checksums = json.loads((folder / "meta.json").read_text())["checksums"]
+    checksums["lines.bin"] = [len(content), zlib.crc32(content)]
+    change_meta(folder, checksums=checksums)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -814,6 +824,24 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a file elsewhere": lambda folder: change_meta(folder, checksums={"../x": [1, 1]}),
     "no number": lambda folder: change_meta(folder, rare_count=None),
     "a file without a name": lambda folder: change_meta(folder, files=[[1, 2, 3, 4]]),
+    "no checksums": lambda folder: change_meta(folder, checksums={}),
+    "files in disorder": lambda folder: change_meta(
+        folder, files=[["a", 1, 1, begin] for begin in (1, 0)]
+    ),
+    "more rare characters than tokens": lambda folder: change_meta(folder, rare_count=10**9),
+    "lines of a text without documents": lambda folder: forge_lines(folder, 1),
+    "a size beyond the file's": lambda folder: change_meta(
+        folder, checksums={"tokens.bin": [31, zlib.crc32((folder / "tokens.bin").read_bytes())]}
+    ),
+    **{
+        f"held-out splits {held_out}": partial(change_meta, held_out=held_out)
+        for held_out in (
+            {"val": ["x", -5]},
+            {"val": ["x", 2**70]},
+            {"val": ["x", 9], "test": ["x", 8]},
+            {"dev": ["x", 5]},
+        )
+    },
 }
 
 
@@ -827,6 +855,26 @@ def test_a_damaged_text_is_reported_in_one_sentence(
     with pytest.raises(RunError, match="restore it from a copy") as caught:
         read_prepared(folder, corpus.settings, corpus.tokenizer)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("n_documents", [0, 9, 11])
+def test_a_text_with_lines_of_other_documents_is_damaged(
+    write: Write, tmp_path: Path, n_documents: int
+) -> None:
+    folder = tmp_path / "text"
+    corpus = prepared(write("abc\n" * 10), folder, documents="lines")
+    forge_lines(folder, 10)
+    read_prepared(folder, corpus.settings, corpus.tokenizer)
+    forge_lines(folder, n_documents)
+    with pytest.raises(RunError, match=r"lines\.bin is of other documents than tokens\.bin"):
+        read_prepared(folder, corpus.settings, corpus.tokenizer)
+
+
+def test_a_text_in_memory_has_no_place_in_the_files_of_its_held_out_split(write: Write) -> None:
+    held_out = write("abc" * 10)
+    corpus = load_corpus(TextConfig(val_path=str(held_out)), text="abc" * 10)
+    assert corpus.files
+    assert corpus.place_of(0) is None
 
 
 def test_a_text_that_cannot_be_read_now_is_not_called_damaged(

@@ -1,8 +1,10 @@
 """What a file of someone else may cost is bounded before it is paid."""
 
 import gzip
+import json
 import os
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ import chargpt.models
 from chargpt.config import Config, ModelConfig
 from chargpt.device import lazy_zeros
 from chargpt.errors import ConfigError, RunError, TextError
-from chargpt.files import read_regular
+from chargpt.files import parse_json, parse_yaml, read_regular, to_json
 from chargpt.inference.decoders import ModelDecoder
 from chargpt.inference.evaluation import evaluate_tokens, iter_losses, sliding_windows
 from chargpt.inference.sampling import prefill
@@ -156,6 +158,40 @@ def test_a_file_of_proc_is_not_read() -> None:
     """It states a size of 0, and some, such as /proc/kmsg, have no end."""
     assert read_text("/proc/self/status") == ""
     assert read_regular(Path("/proc/self/status"), 1000) == b""
+
+
+@pytest.mark.parametrize("value", [b"[]", b'{"":0}', b'"ab"'])
+def test_json_that_would_take_gigabytes_is_refused_before_it_is_parsed(value: bytes) -> None:
+    files = b'{"files":[%s0]}'
+    with pytest.raises(ValueError, match="it has too many values"):
+        parse_json(files % (10_000_000 * (value + b",")))
+    named = parse_json(files % (1_000_000 * b'["/home/me/texts/1, 2.txt",1000,1000,1000],'))
+    assert len(named["files"]) == 1_000_001
+
+
+@pytest.mark.parametrize(
+    "forged", [{"files": [[]] * 1000}, {"held_out": dict.fromkeys(map(str, range(1000)), 0)}]
+)
+def test_the_errors_of_forged_metadata_do_not_grow_with_it(
+    forged: dict[str, object], tmp_path: Path, verse: Path
+) -> None:
+    """Each takes up to 3 kB."""
+    settings = Config().with_values({"text.path": str(verse)}).text
+    corpus = prepare(find_text(settings), settings, tmp_path)
+    meta = json.loads((tmp_path / "meta.json").read_text("utf-8")) | forged
+    del meta["crc32"]
+    meta["crc32"] = zlib.crc32(to_json(meta))
+    (tmp_path / "meta.json").write_bytes(to_json(meta))
+    with pytest.raises(RunError, match=r"is damaged \(\d validation errors? for meta\.json\)"):
+        read_prepared(tmp_path, settings, corpus.tokenizer)
+
+
+@pytest.mark.parametrize(("key", "n_levels"), [("x" * 1000, 95), ("x" * 90_000, 1), ("x", 101)])
+def test_a_long_or_deep_key_of_a_config_is_refused(key: str, n_levels: int) -> None:
+    """All keys below it are stored together with it: 200 kB would take gigabytes."""
+    with pytest.raises(ConfigError, match="a key is too long, or nested too deep"):
+        parse_yaml(f"{{? {key} : " * n_levels + "0" + "}" * n_levels, "c.yaml")
+    assert parse_yaml("{a: {b: {c: 0}}}", "c.yaml")[1] == {"a": 1, "a.b": 1, "a.b.c": 1}
 
 
 @pytest.mark.parametrize("key", ["length", "lines", "max_chars", "no_copy", "num_samples", "top_k"])

@@ -236,5 +236,5 @@ def test_a_missing_optimizer_file_does_not_prevent_loading_the_model(run: RunFol
 
 def test_unknown_keys_of_a_state_are_ignored(run: RunFolder) -> None:
     folder = save(run, 1)
-    rewrite(folder, "state.json", b'{"step": 1, "added_later": [1]}')
+    rewrite(folder, "state.json", b'{"step": 1, "added_later": [1], "__dataclass_self__": 1}')
     assert run.load("1").state.step == 1

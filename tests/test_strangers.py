@@ -18,14 +18,15 @@ from typing import Any
 import pytest
 import safetensors.numpy
 from conftest import POSIX, Cli, refusal
-from saving import CONFIG, TOKENIZER, save
+from saving import CONFIG, TOKENIZER, rewrite, save
+from shared_runs import MIXED_SETTINGS
 
 import chargpt
 from chargpt.analysis.report import write_report
-from chargpt.errors import RunError, UnsavedError
+from chargpt.errors import RunError, TextError, UnsavedError
 from chargpt.inference.scoring import score
 from chargpt.store import commit
-from chargpt.store.checkpoint import FILES, RunState
+from chargpt.store.checkpoint import FILES, RunState, read_metadata
 from chargpt.store.folder import RunFolder
 from chargpt.store.listing import list_runs
 from chargpt.store.metrics import VALIDATION, to_line
@@ -590,3 +591,78 @@ def test_a_deleted_current_folder_is_named_as_the_cause(
         Path("../gone").rmdir()
         message = refusal(cli(*(mixed_run if word == "RUN" else word for word in words)))
     assert message == "chargpt: the current folder was deleted; change to another with cd"
+
+
+def test_a_text_of_another_run_with_the_same_characters_is_refused(
+    mixed_run: Path, verse: Path, cli: Cli
+) -> None:
+    shutil.copytree(mixed_run, "r")
+    Path("t.txt").write_text(verse.read_text("utf-8")[::-1], "utf-8")
+    settings = {**MIXED_SETTINGS, "train.max_steps": 1}
+    other = chargpt.train("t.txt", settings=settings, out="other")
+    shutil.copytree("other/text", "r/text", dirs_exist_ok=True)
+    assert load_run("r").tokenizer == other.tokenizer
+    cause = "the text in r/text is damaged (it is the text of another run); restore it"
+    for command in (["evaluate", "r"], ["train", "--resume", "r", "-s", "train.max_steps=41"]):
+        assert cause in refusal(cli(*command))
+    assert cause in cli("verify", "r").stdout
+
+
+def test_a_run_whose_config_leaves_nothing_to_train_on_is_refused(
+    mixed_run: Path, verse: Path, cli: Cli
+) -> None:
+    nothing = {"text.val_fraction": 0.999999, "text.mixture_characters": 0}
+    shutil.copytree(mixed_run, "r")
+    forged = load_run("r").config.with_values(nothing).to_yaml().encode()
+    for folder in Path("r/checkpoints").glob("step-*"):
+        rewrite(folder, "config.yaml", forged)
+    new = ("-s", "text.val_fraction=0.999999", "-s", "train.max_steps=1")
+    for command in (
+        ["train", "--resume", "r", "-s", "train.max_steps=41"],
+        ["train", verse, "--out", "new", *new],
+    ):
+        assert "characters, 0 to train on and" in refusal(cli(*command))
+    assert "the train split is shorter than 2" in refusal(cli("compare", "r", "r"))
+
+
+@pytest.mark.parametrize("path", ["~a\0b", "a\0b", "~\ud800"])
+def test_a_path_that_no_system_can_have_is_refused(path: str) -> None:
+    with pytest.raises(RunError, match="there is no folder"):
+        load_run(path)
+    with pytest.raises(TextError):
+        chargpt.train(path, settings={"train.max_steps": 1})
+
+
+def test_a_run_whose_config_has_a_path_with_nul_is_resumed_from_its_own_files_alone(
+    mixed_run: Path, cli: Cli
+) -> None:
+    shutil.copytree(mixed_run, "r")
+    config = load_run("r").config.with_values({"text.path": "~a\0b"})
+    folder = Path("r/checkpoints/step-00000040")
+    for base in ({}, {"train.from_run": "a\0b", "optim.l2_sp": 0.1}):
+        rewrite(folder, "config.yaml", config.with_values(base).to_yaml().encode())
+        done = cli("train", "--resume", "r", "-s", "train.max_steps=41")
+        if base:
+            assert "there is no folder a" in refusal(done)
+        else:
+            assert done.returncode == 0, done.stderr
+            shutil.rmtree("r")
+            shutil.copytree(mixed_run, "r")
+
+
+def test_no_folder_but_those_of_its_text_is_listed_when_a_run_is_resumed(
+    verse: Path, cli: Cli, tmp_path: Path
+) -> None:
+    """The settings of a run from someone else may name the whole disk."""
+    shutil.copytree(verse.parent, "texts", ignore=lambda *_: {"README.md"})
+    chargpt.train("texts", settings={**QUICK, "train.max_steps": 1}, out="r", device="cpu")
+    (checkpoint,) = Path("r/checkpoints").glob("step-*")
+    config, _, _ = read_metadata(checkpoint)
+    forged = config.with_values({"text.path": f"{tmp_path}/**"}).to_yaml()
+    rewrite(checkpoint, "config.yaml", forged.encode())
+    Path("others").mkdir()
+    for number, (folder, is_noted) in enumerate((("others", False), ("texts", True)), 2):
+        Path(folder, "new.txt").write_text("new")
+        done = cli("train", "--resume", "r", "-s", f"train.max_steps={number}")
+        assert done.returncode == 0, done.stderr
+        assert ("has changed since the run began" in done.stderr) == is_noted

@@ -538,11 +538,15 @@ class Baselines:
     `uniform`: ln V per token. `unigram` and `bigram`: frequencies in the last `MAX_COUNTED` tokens
     of the training split, with 1 added to each character's count and 0.1 to each pair's. `6-gram`:
     `ngram`, by default that of the last `ngram.MAX_TOKENS` tokens.
+
+    Raises:
+        TextError: the training split has fewer than 2 tokens.
     """
 
     def __init__(self, corpus: Corpus, ngram: NGramLM | None = None) -> None:
         self.tokenizer = corpus.tokenizer
         train, vocab_size = corpus.split("train")[-MAX_COUNTED:], corpus.tokenizer.vocab_size
+        _require_scorable(train, "train")
         self.token_counts = count_tokens(train, vocab_size)  # (V,)
         self.pair_counts = count_pairs(train, vocab_size)
         self.ngram = ngram or NGramLM.fit(train, vocab_size)

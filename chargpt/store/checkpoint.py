@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Annotated, Self, TypeVar
 
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import Tensor
 
 from chargpt.config import Config, ModelConfig, validate
 from chargpt.device import require_memory
 from chargpt.errors import ChargptError, DeviceError, RunError, UnreadableError
-from chargpt.files import Buffers, entry_names, exists, parse_yaml, quoted, to_json
+from chargpt.files import Buffers, entry_names, exists, parse_json, parse_yaml, quoted, to_json
 from chargpt.models import build_model, count_parameters, rotary_bytes
 from chargpt.store import commit
 from chargpt.store.tensors import deserialize, load_weights
@@ -65,7 +65,8 @@ class RunState:
     def from_json(cls, content: bytes) -> Self:
         """Return the state in `state.json`, ignoring unknown keys; ValueError if malformed."""
         try:
-            return TypeAdapter(cls).validate_json(content)
+            tree, names = parse_json(content), {field.name for field in dataclasses.fields(cls)}
+            return cls(**{name: tree[name] for name in names & tree.keys()})
         except ValidationError as error:
             detail = error.errors(include_url=False)[0]
             name = ".".join(map(str, detail["loc"])) or "it"

@@ -524,7 +524,12 @@ class RunFolder:
         sync_directory(self.path)
 
     def read_text(
-        self, settings: TextConfig, tokenizer: CharTokenizer, *, waits: bool = True
+        self,
+        settings: TextConfig,
+        tokenizer: CharTokenizer,
+        key: str | None,
+        *,
+        waits: bool = True,
     ) -> Corpus:
         """Return the run's own text; arguments and errors are those of `read_prepared`.
 
@@ -537,7 +542,7 @@ class RunFolder:
                 "chargpt has trained the run; give it the same text, under any name, with `chargpt "
                 f"train TEXT --resume --out {quoted(self.path)}`, which also finishes its steps"
             )
-        return read_prepared(self.path / TEXT, settings, tokenizer, waits=waits)
+        return read_prepared(self.path / TEXT, settings, tokenizer, key, waits=waits)
 
 
 def link_files(source: Path, target: Path) -> None:

@@ -136,7 +136,7 @@ class Run:
                 f"{self.folder} was imported without its text; name one where the command takes "
                 f"it, as in `chargpt evaluate {self.folder} --text FILE`"
             )
-        return folder.read_text(self.config.text, self.tokenizer)
+        return folder.read_text(self.config.text, self.tokenizer, self.state.corpus_key)
 
     def writable_folder(self) -> RunFolder:
         """Return the run's folder, to write to.

@@ -80,7 +80,7 @@ def _check_files(run: RunFolder, latest: Checkpoint, problems: list[str], notes:
         if (edits := run.describe_edits(latest.config)) is not None:
             notes.append(edits)
         if run.has_text():
-            run.read_text(latest.config.text, latest.tokenizer)
+            run.read_text(latest.config.text, latest.tokenizer, latest.state.corpus_key)
         if not exists(path):
             notes.append(f"{path} is missing; the checkpoints have their own")
         elif CharTokenizer.load(path) != latest.tokenizer:

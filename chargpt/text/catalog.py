@@ -12,7 +12,7 @@ from pathlib import Path
 from chargpt.config import Config, merge_settings
 from chargpt.distributed import is_main_rank
 from chargpt.errors import DownloadError, MissingTextError, TextError, reason_of
-from chargpt.files import exists, place
+from chargpt.files import exists, expand_user, place
 from chargpt.text import TextProgress
 
 BUILT_IN = "python-docs"
@@ -146,7 +146,7 @@ def resolve_settings(
 
 
 def _absolute(path: str) -> str:
-    return path if path == "-" else str(Path(os.path.expanduser(path)).absolute())
+    return path if path == "-" else str(expand_user(path).absolute())
 
 
 class _Meter:

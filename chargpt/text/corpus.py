@@ -217,7 +217,7 @@ class Corpus:
 
     def place_of(self, position: int) -> Place | None:
         """Return file and line of a token of the training split; None of a text in memory."""
-        if not self.files:
+        if not self.files or self.files[0].begin:  # all files are of held-out splits
             return None
         index, begins = self._edges[1] + position, [file.begin for file in self.files]
         if self.lines is None:

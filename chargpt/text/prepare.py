@@ -30,7 +30,7 @@ from threading import Thread
 from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, NonNegativeInt
+from pydantic import BaseModel, BeforeValidator, FailFast, NonNegativeInt
 
 from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError, reason_of
@@ -128,7 +128,19 @@ def _as_parts(value: Any) -> Any:
     return [tuple(each) if isinstance(each, list) else each for each in value]
 
 
-class _Meta(BaseModel, strict=True, extra="forbid", title=META):
+def _require_few(value: Any) -> Any:
+    """Reject a mapping of more than two keys, as its errors would take gigabytes."""
+    if isinstance(value, dict) and len(value) > 2:
+        raise ValueError("it has more than two keys")
+    return value
+
+
+Parts = Annotated[
+    list[tuple[NonNegativeInt, int]], FailFast(), BeforeValidator(_as_parts)
+]  # sizes and CRC-32
+
+
+class _Meta(BaseModel, strict=True, title=META):
     """The content of `meta.json`, beside its own CRC-32, `crc32`."""
 
     name: str
@@ -136,11 +148,35 @@ class _Meta(BaseModel, strict=True, extra="forbid", title=META):
     rare_count: NonNegativeInt
     tokenizer_sha256: str
     # size and CRC-32 of the consecutive parts of the other files, by name
-    checksums: dict[str, Annotated[list[tuple[NonNegativeInt, int]], BeforeValidator(_as_parts)]]
-    files: list[TextFile]
-    held_out: dict[str, HeldOut] = {}
+    checksums: Annotated[dict[str, Parts], BeforeValidator(_require_few)]
+    files: Annotated[list[TextFile], FailFast()]
+    held_out: Annotated[dict[str, HeldOut], BeforeValidator(_require_few)] = {}
     format: Literal["chargpt-text"] = "chargpt-text"
     version: Literal[1, 2] = 2
+
+    def require_consistent(self, tokenizer: CharTokenizer, key: str | None) -> None:
+        """Check that it is of the run's text, and its numbers against each other, else ValueError.
+
+        Tokenizer and key are as for `read_prepared`.
+        """
+        if self.tokenizer_sha256 != _sha256(tokenizer) or key not in (None, self.key):
+            raise ValueError("it is the text of another run")
+        sizes = {name: sum(size for size, _ in parts) for name, parts in self.checksums.items()}
+        units = {TOKENS: tokenizer.dtype.itemsize, **({LINES: 8} if tokenizer.eos_token else {})}
+        if sizes.keys() != units.keys() or any(sizes[name] % unit for name, unit in units.items()):
+            raise ValueError(f"{META} lists other files, or other sizes, than a text has")
+        n_tokens = sizes[TOKENS] // units[TOKENS]
+        held_out = [
+            self.held_out[split].begin for split in ("val", "test") if split in self.held_out
+        ]
+        begins = [file.begin for file in self.files]
+        if (
+            not self.held_out.keys() <= {"val", "test"}
+            or any(begin >= end for begin, end in pairwise([0, *held_out, n_tokens]))
+            or [0, *begins] != sorted([0, *begins])
+            or self.rare_count > n_tokens
+        ):
+            raise ValueError(f"{META} holds offsets or counts that no text has")
 
 
 def load_corpus(
@@ -582,11 +618,17 @@ def _sha256(tokenizer: CharTokenizer) -> str:
 
 
 def read_prepared(
-    folder: Path, settings: TextConfig, tokenizer: CharTokenizer, *, waits: bool = True
+    folder: Path,
+    settings: TextConfig,
+    tokenizer: CharTokenizer,
+    key: str | None = None,
+    *,
+    waits: bool = True,
 ) -> Corpus:
     """Return the text that `prepare` has stored in a folder, every byte checked.
 
-    Settings and tokenizer are those of the run that owns it; the former divide it into splits.
+    Settings, tokenizer and key, unless it is None, are those of the run that owns it; the settings
+    divide it into splits.
     Unless it waits, a long text is returned before it is checked, for `Corpus.require_intact`.
 
     Raises:
@@ -597,14 +639,14 @@ def read_prepared(
         content = read_json(folder / META, MAX_META_BYTES)
         if content.pop("crc32", None) != zlib.crc32(to_json(content)):
             raise ValueError(f"{META} has changed since it was written")
-        meta = _Meta.model_validate_json(to_json(content))
-        if meta.tokenizer_sha256 != _sha256(tokenizer):
-            raise ValueError("it is the text of another run")
+        meta = _Meta.model_validate(content)
+        meta.require_consistent(tokenizer, key)
         files = dict[str, IO[bytes]]()
         for name, parts in meta.checksums.items():
-            if name not in (TOKENS, LINES):
-                raise ValueError(f"{META} lists {name:.40}")
-            files[name] = open_regular(folder / name, sum(size for size, _ in parts))
+            size = sum(size for size, _ in parts)
+            files[name] = open_regular(folder / name, size)
+            if os.fstat(files[name].fileno()).st_size < size:
+                raise ValueError(f"{name} was cut short")
         corpus = _open(folder, settings, tokenizer, meta)
         if waits or corpus.tokens.nbytes < MIN_SEGMENTS * SEGMENT_BYTES:
             _check_files(folder, files, meta, tokenizer)
@@ -646,9 +688,16 @@ def _check_files(
 ) -> None:
     """Check the parts of all files against their checksums, and the ids against the vocabulary."""
 
+    n_documents, last_id = 0, None
+
     def check_ids(chunk: bytes) -> None:
-        if np.frombuffer(chunk, tokenizer.dtype).max() >= tokenizer.vocab_size:
+        nonlocal n_documents, last_id
+        ids = np.frombuffer(chunk, tokenizer.dtype)
+        if ids.max() >= tokenizer.vocab_size:
             raise ValueError("it holds ids that the vocabulary lacks")
+        if LINES in files:
+            n_documents += int(np.count_nonzero(ids == tokenizer.eos_token_id))
+            last_id = ids[-1]
 
     with _damage_reported(folder):
         for name, parts in meta.checksums.items():
@@ -657,6 +706,11 @@ def _check_files(
                 for size, checksum in parts:
                     if _crc32(file, size, check) != checksum:
                         raise ValueError(f"{name} has changed since it was written")
+        if LINES in files and (
+            last_id != tokenizer.eos_token_id
+            or sum(size for size, _ in meta.checksums[LINES]) != 8 * n_documents
+        ):
+            raise ValueError(f"{LINES} is of other documents than {TOKENS}")
 
 
 def _crc32(file: IO[bytes], size: int, check: Callable[[bytes], None] = lambda _: None) -> int:

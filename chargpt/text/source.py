@@ -28,7 +28,7 @@ from typing import IO, NamedTuple, cast
 
 from chargpt.config import TextConfig
 from chargpt.errors import MissingTextError, TextError, most_similar, reason_of
-from chargpt.files import is_missing, quoted
+from chargpt.files import expand_user, is_missing, quoted
 from chargpt.log import logger
 from chargpt.text.catalog import BUILT_IN, CATALOG, built_in_text
 from chargpt.text.encodings import count_garbage, guess_encodings
@@ -270,7 +270,7 @@ def _find(settings: TextConfig, text: str | None = None) -> Source:
         return Source(BUILT_IN, stream=io.BytesIO(built_in_text().encode()))
     if path == STDIN:
         return Source("standard input")
-    found = Path(os.path.expanduser(path))
+    found = expand_user(path)
     try:
         mode = os.stat(found).st_mode
         if stat.S_ISDIR(mode):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from chargpt.config import Config
 from chargpt.errors import ChargptError, ConfigError
+from chargpt.files import expand_user
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.log import logger
 from chargpt.models import LanguageModel
@@ -44,7 +45,7 @@ def config_from_base_run(base_run: Run, config: Config, fixed_keys: Collection[s
                 f"-s {key}={given[key]}"
             )
     documents, path = base_run.config.text.documents, config.text.path
-    if documents == "files" and path is not None and os.path.isfile(os.path.expanduser(path)):
+    if documents == "files" and path is not None and os.path.isfile(expand_user(path)):
         documents = None  # one file cannot be split
     values = {
         **model,

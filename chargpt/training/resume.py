@@ -5,7 +5,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from fnmatch import fnmatch, fnmatchcase
 from functools import partial
+from glob import has_magic
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from chargpt.config import Config
 from chargpt.device import choose_device
 from chargpt.distributed import RankGroup
 from chargpt.errors import ConfigError, FinishedError, RunError, TextError
-from chargpt.files import exists, quoted
+from chargpt.files import exists, expand_user, quoted
 from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
 from chargpt.store.checkpoint import Checkpoint, name_of
@@ -22,6 +24,7 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.run import newest_run, open_run
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import META
 from chargpt.text.source import STDIN, find_text
 from chargpt.training.budget import expected_seconds, plan_more_steps
 from chargpt.training.learner import explained_memory_errors
@@ -75,6 +78,7 @@ def resumed_run(
                 "the budget is not used: it plans a new run, and a resumed one keeps its own "
                 f"plan of {config.train.max_steps:,} steps"
             )
+        corpus.require_blocks(config.model.block_size)
         baselines = Baselines(corpus) if group.is_main else None
         session = continue_run(folder, saved, config, corpus, baselines, group)
         if pace is not None:
@@ -175,21 +179,47 @@ def text_of_run(
                 )
             if not folder.has_text():
                 folder.adopt_text()
-    corpus = folder.read_text(settings, tokenizer, waits=False)
-    known, found = {file.path: file.mtime_ns for file in corpus.files}, dict[str, int]()
-    with suppress(TextError):  # as on another machine
-        source = find_text(settings)
-        files = (file for each in (source, *source.held_out.values()) for file in each.files)
-        found = {file.path: file.mtime_ns for file in files}
-    is_newer = any(found[path] > max(known.values()) for path in found.keys() - known)
-    has_other_files = not known.keys().isdisjoint(found) and (is_newer or known.keys() - found)
-    if has_other_files or any(file.has_changed() for file in corpus.files):
+    corpus = folder.read_text(settings, tokenizer, saved.state.corpus_key, waits=False)
+    if _source_has_changed(corpus):
         logger.warning(
             f"{corpus.name} has changed since the run began: the run goes on with its own copy of "
             f"the text, and `chargpt train {quoted(settings.path)} --from {run}` trains "
             "on the new one from its weights"
         )
     return corpus
+
+
+def _source_has_changed(corpus: Corpus) -> bool:
+    """Return whether files of a run's text were changed, deleted or added since it was prepared.
+
+    Added ones are looked for beside the others only: the settings of a run from someone else may
+    name the whole disk. If none is left, as on another machine, nothing has changed.
+    """
+    settings, known = corpus.settings, {file.path for file in corpus.files}
+    left = {path for path in known if os.path.isfile(path)}
+    if not left or corpus.folder is None:
+        return False
+    if left != known or any(file.has_changed() for file in corpus.files):
+        return True
+    patterns = set[str]()  # of the names of added files
+    for path in filter(None, (settings.path, settings.val_path, settings.test_path)):
+        if has_magic(path) and not exists(expand_user(path)):
+            patterns.add(Path(path).name)
+        elif str(expand_user(path).absolute()) not in known:  # a folder
+            patterns |= {f"*.{suffix.lstrip('*.')}" for suffix in settings.suffixes}
+    prepared = (corpus.folder / META).stat().st_mtime
+    for folder in {os.path.dirname(path) for path in known} if patterns else ():
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                if (
+                    entry.path not in known
+                    and any(fnmatch(entry.name, each) for each in patterns)
+                    and not any(fnmatchcase(entry.name, each) for each in settings.exclude)
+                    and entry.is_file()
+                    and entry.stat().st_mtime > prepared
+                ):
+                    return True
+    return False
 
 
 def changed_config(

@@ -386,6 +386,7 @@ def new_run(
         if deadline is not None:
             shared = deadline.shared(group)
             config, corpus, pace = plan_run(config, corpus, shared, fixed_keys, group)
+        corpus.require_blocks(config.model.block_size)
         baselines = Baselines(corpus) if group.is_main else None
         yield start_run(
             folder,
