@@ -146,7 +146,8 @@ def find_runs(
 def is_abandoned(path: Path) -> bool:
     """Return whether a folder holds only what a start that was killed has left."""
     with suppress(OSError, NotImplementedError):  # one that lives has the lock, if there are locks
-        if NEW in {*entry_names(path)} <= {NEW, LOCK} and find_link(path) is None:
+        names = {*entry_names(path)} if not path.is_symlink() else set()
+        if NEW in names <= {NEW, LOCK} and find_link(path) is None:
             with FileLock(path / LOCK, timeout=0):
                 return True
     return False

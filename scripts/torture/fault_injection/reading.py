@@ -16,6 +16,7 @@ from random import Random
 
 from chargpt.store.checkpoint import load_checkpoint
 from chargpt.store.folder import RunFolder
+from chargpt.store.metrics import VALIDATION, to_line
 from chargpt.store.verify import verify
 from fault_injection.processes import Fault, run_forked
 from fault_injection.tiny_run import RESUME, empty_folder, error_lines, train_arguments
@@ -67,6 +68,7 @@ def _let_best_be(run: Path, step: int) -> None:
         model=saved.model,
         optimizer=saved.optimizer,
     )
+    folder.metrics.append({"step": step, VALIDATION: 0.0})
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -250,7 +252,8 @@ def read_beside_writer(work: Path, index: int, _: Random) -> str | None:
     run = folder / "R"
     shutil.copytree(finished_run(work), run)
     metrics = run / "metrics.jsonl"
-    metrics.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 20_000)))
+    records = ({"step": step, "loss": 1.0, VALIDATION: 0.0} for step in range(1, 20_000))
+    metrics.write_text("".join(map(to_line, records)))
     reader = RunFolder(run)
     with saving_process(run):
         for number in range(READS_PER_CASE):
