@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,8 +17,10 @@ from shared_runs import QUICK
 
 from chargpt.cli import console, main
 from chargpt.config import TextConfig
-from chargpt.files import INVALID_NAME, quoted
+from chargpt.files import INVALID_NAME, open_regular, quoted
+from chargpt.store import layout
 from chargpt.store.folder import RunFolder
+from chargpt.store.layout import LOCK
 from chargpt.store.run import load_run
 from chargpt.store.verify import verify
 from chargpt.text.prepare import load_corpus
@@ -63,6 +65,12 @@ def windows_files(monkeypatch: pytest.MonkeyPatch) -> None:
             raise error
         return real_stat(path, **options)
 
+    def open_unlocked(path: Path, max_bytes: int) -> IO[bytes]:
+        if path.name == LOCK:
+            raise PermissionError(errno.EACCES, "Access is denied", path)
+        return open_regular(path, max_bytes)
+
+    monkeypatch.setattr(layout, "open_regular", open_unlocked)
     for name in ("replace", "unlink", "rmdir"):
         monkeypatch.setattr(f"os.{name}", refusing(getattr(os, name)))
     monkeypatch.setattr("os.rename", refusing(os.rename, replaces=False))

@@ -54,11 +54,11 @@ RUN_PATHS = re.compile(  # of all that a run writes, relative to its folder
     re.VERBOSE,
 )
 
-STARTS = {  # patterns of the first bytes of files whose names are others' too; a run's may be empty
+STARTS = {  # patterns of the first bytes of files whose names are others' too
     LOCK: b"",
     TOKENIZER: b".*%b.*" % FORMAT.encode(),
-    METRICS: rb'({"step".*)?',
-    f"{TENSORBOARD}/": rb"(.*brain\.Event.*)?",
+    METRICS: rb'{"step".*',
+    f"{TENSORBOARD}/": rb".*brain\.Event.*",
 }
 
 
@@ -187,6 +187,8 @@ def _is_own(path: Path, name: str) -> bool:
     start = next((start for prefix, start in STARTS.items() if name.startswith(prefix)), None)
     if start is None or not RUN_PATHS.fullmatch(name):
         return RUN_PATHS.fullmatch(name) is not None
+    if not (path / name).lstat().st_size:  # Windows does not let a locked file be read
+        return name != TOKENIZER
     try:
         with open_regular(path / name, sys.maxsize) as file:
             return re.fullmatch(start, file.read(100), re.DOTALL) is not None
