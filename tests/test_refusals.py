@@ -37,6 +37,8 @@ REFUSALS = [
     ("train a.txt --lr 0.1", 2, "chargpt: --lr 0.1 is -s optim.lr=0.1", "`chargpt train --help`"),
     ("train --learning-rate=0.1", 2, "--learning-rate 0.1 is", "-s optim.lr=0.1;"),
     ("train -lr", 2, "-lr is", "-s optim.lr=VALUE"),
+    ("-version", 2, "-version is", "--version;"),
+    ("-help", 2, "-help is", "--help;"),
     ("train --batch-size 4", 2, "--batch-size 4 is", "-s train.batch_size=4"),
     ("train --batchsize 4", 2, "--batchsize 4: did you mean", "-s train.batch_size=4?"),
     ("train --epochs 3", 2, "no epochs", "-s train.max_steps=500 or --budget 10m"),

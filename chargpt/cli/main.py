@@ -395,12 +395,12 @@ def _describe_usage(error: Any, words: Sequence[str]) -> str:
             line = shlex.join([*words[after[0] :], *words[1 : after[0]]])
             return f"options follow their command: write `chargpt {line}`"
         flags = [flag for each in context.command.params for flag in each.opts]
-        names = {flag[2:].replace("-", "_") for flag in flags if flag[:2] == "--"}
+        names = {flag[2:].replace("-", "_") for flag in ("--help", *flags) if flag[:2] == "--"}
         usage = help_text(context.command_path.partition(" ")[2]).partition("\n")[0]
         names |= set(re.findall(r"[A-Z]+", usage.partition("[OPTIONS] ")[2].upper()))
-        name = error.option_name  # of `-lr`, it is `-l`
-        pairs = itertools.pairwise([*words, "-"])
-        written, following = next((pair for pair in pairs if pair[0].startswith(name)), (name, "-"))
+        name = error.option_name  # of `-lr`, it is `-l`, and of `-version` `-e`
+        pairs, form = itertools.pairwise([*words, "-"]), rf"-\w*{re.escape(name[1:])}"
+        written, following = next((pair for pair in pairs if re.match(form, pair[0])), (name, "-"))
         word, _, value = written.partition("=")
         value = value or following * (following[:1] != "-")
         config = import_module("chargpt.config")
