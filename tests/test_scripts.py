@@ -1,6 +1,7 @@
 """The scripts for a GPU, in miniature on a CPU."""
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import get_args
 
 import numpy as np
@@ -17,6 +19,7 @@ import pytest
 from conftest import POSIX, REPOSITORY
 
 from chargpt.inference.evaluation import EvaluationProtocol
+from chargpt.training.planner import unique_token_equivalents
 
 SCRIPTS = REPOSITORY / "scripts"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}
@@ -114,17 +117,54 @@ def test_a_record_names_commit_and_gpu_without_git(
     assert "name H100, driver version 580.1" in facts["gpu"]
 
 
-def test_the_compute_optimal_ratio_is_where_the_loss_is_lowest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def scaling(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script that fits the scaling law."""
     monkeypatch.syspath_prepend(SCRIPTS)
-    fit_scaling_law = import_module("fit_scaling_law")
+    return import_module("fit_scaling_law")
+
+
+def test_the_compute_optimal_ratio_is_where_the_loss_is_lowest(scaling: ModuleType) -> None:
     law = {"a": 189.0, "p": 0.6, "b": 127.0, "q": 0.5}
     sizes = np.geomspace(1e6, 1e10, 4001)
     product = 1e17  # of parameters and characters
     losses = law["a"] * sizes ** -law["p"] + law["b"] * (product / sizes) ** -law["q"]
     best = sizes[losses.argmin()]
-    assert fit_scaling_law.optimal_ratio(law, best) == pytest.approx(product / best**2, rel=0.02)
+    assert scaling.optimal_ratio(law, best) == pytest.approx(product / best**2, rel=0.02)
+
+
+def test_the_law_of_two_texts_is_found_from_their_losses(
+    scaling: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "S_VALUES", np.array([1.0, 2.0]))
+    monkeypatch.setattr(scaling, "TOLERANCE", 1.0)
+    law = {"a": 180.0, "p": 0.6, "b": 120.0, "q": 0.5, "r": 32.0, "s": 2.0}
+    texts = {"plays": (900_000, 1.3, 1.0), "novels": (20_000_000, 1.1, 1.4)}
+    runs = []
+    for text, (train_tokens, floor, scale) in texts.items():
+        for n, c in itertools.product((2e5, 1e6, 5e6), (3e5, 1.2e6, 4.8e6, 9.6e6)):
+            unique = unique_token_equivalents(int(n), c, train_tokens, law)
+            terms = law["a"] * n ** -law["p"] + law["b"] * unique ** -law["q"]
+            loss = floor + scale * terms
+            runs.append({"text": text, "parameters": n, "characters": c, "nats_per_char": loss})
+    found, by_text = scaling.fit(runs, {text: each[0] for text, each in texts.items()})
+    assert {name: found[name] for name in "pqrs"} == {name: law[name] for name in "pqrs"}
+    assert found["a"] / found["b"] == pytest.approx(1.5, rel=0.02)  # of a grid
+    assert found["rms_error"] < 1e-3
+    for text, (_, floor, scale) in texts.items():
+        assert by_text[text]["floor"] == pytest.approx(floor, abs=2e-3)
+        assert by_text[text]["scale"] == pytest.approx(scale, rel=0.02)
+
+
+def test_runs_that_are_recorded_are_not_trained_again(scaling: ModuleType) -> None:
+    jobs = scaling.missing_jobs("plays", 65, [])
+    assert max(job[0] for job in jobs) <= scaling.MAX_WORK
+    assert {job[2] for job in jobs} >= set(range(6))  # sizes
+    run = {"text": "plays", "n_layer": 4, "n_embd": 64, "characters": 149_504}
+    assert len(scaling.missing_jobs("plays", 65, [run])) == len(jobs) - 1
+    assert scaling.missing_jobs("novels", 65, [run]) == [
+        (job[0], "novels", *job[2:]) for job in jobs
+    ]
 
 
 def test_programs_within_scripts_import_what_they_use(tmp_path: Path) -> None:
