@@ -184,7 +184,13 @@ def bigram(characters: str, seed: int = 0) -> BigramLM:
 
 
 def accepted_by_rejection(
-    model: BigramLM, characters: str, pattern: str, first: str, length: int, excluded: str = ""
+    model: BigramLM,
+    characters: str,
+    pattern: str,
+    first: str,
+    length: int,
+    excluded: str = "",
+    temperature: float = 1.0,
 ) -> dict[str, float]:
     """Return the probability of each text that rejection sampling accepts, by going through all.
 
@@ -192,7 +198,7 @@ def accepted_by_rejection(
     comes before the first character after which nothing matches any more; it is rejected if that
     character is excluded.
     """
-    prob = model.table.weight.double().softmax(dim=1).tolist()
+    prob = (model.table.weight.double() / temperature).softmax(dim=1).tolist()
     sequences = ["".join(each) for each in itertools.product(characters, repeat=length)]
     texts = {each[:n] for each in sequences for n in range(length + 1)}
     begins = {text[:n] for text in texts if re.fullmatch(pattern, text) for n in range(length + 1)}
@@ -206,27 +212,32 @@ def accepted_by_rejection(
 
 
 @pytest.mark.parametrize(
-    ("pattern", "excluded"),
+    ("pattern", "excluded", "temperature"),
     [
-        ("a*b", ""),
-        ("(ab|ba|c)+", ""),
-        ("a?c?b+", ""),
-        ("[^b]*b[^b]*", ""),
-        ("c*|abba", ""),
-        ("(ab?){1,3}", "c"),
+        ("a*b", "", 1),
+        ("(ab|ba|c)+", "", 0.8),
+        ("a?c?b+", "", 0.5),
+        ("[^b]*b[^b]*", "", 1),
+        ("c*|abba", "", 1.5),
+        ("(ab?){1,3}", "c", 1),
     ],
 )
 def test_texts_of_a_bigram_model_are_distributed_as_by_rejection_sampling(
-    pattern: str, excluded: str
+    pattern: str, excluded: str, temperature: float
 ) -> None:
     model, length = bigram("abc"), 6 if excluded else 4
     for character in excluded:  # so that few sequences are accepted
         model.table.weight.data[:, "abc".index(character)] += 2
-    expected = accepted_by_rejection(model, "abc", pattern, "a", length, excluded)
+    expected = accepted_by_rejection(model, "abc", pattern, "a", length, excluded, temperature)
     seeds = range(3 if excluded else 1)
     number = 4_000 * len(seeds)
     tokenizer = CharTokenizer("abc")
-    options = {"match": pattern, "without": excluded or None, "length": length}
+    options = {
+        "match": pattern,
+        "without": excluded or None,
+        "length": length,
+        "temperature": temperature,
+    }
     counts: Counter[str] = Counter()
     for seed in seeds:
         pieces = sampled(model, tokenizer, "a", num_samples=4_000, seed=seed, **options)

@@ -86,6 +86,14 @@ def test_the_middle_is_the_one_that_what_follows_needs(run: Run, animal: str) ->
         assert found.bits_per_char == pytest.approx(nats[0] / math.log(2) / len(after))
 
 
+def test_the_surprisal_is_that_of_the_characters_that_were_weighed(run: Run) -> None:
+    after = f" sat on the {PAIRS['cat']}.\n" + TEXT  # of which half a block counts
+    (found,) = infill(run, "the ", after, seed=1, length=8, temperature=1.0)
+    start, weighed = run.tokenizer.encode("the " + found.middle), encode(run, after[:32])
+    nats = losses_after(run.model, [start], weighed)
+    assert found.bits_per_char == pytest.approx(nats[0] / math.log(2) / 32)
+
+
 def encode(run: Run, text: str) -> np.ndarray:
     return run.tokenizer.encode(text)
 
@@ -103,9 +111,9 @@ def test_losses_of_what_follows_are_those_of_one_forward_pass_each() -> None:
     model = noisy_model(vocab_size=11, block_size=12)
     generator = np.random.default_rng(1)
     starts = [generator.integers(0, 11, size) for size in (1, 5, 5, 9, 40)]
-    after = generator.integers(0, 11, 9)
+    after = generator.integers(0, 11, 6)
     for start, nats in zip(starts, losses_after(model, starts, after), strict=True):
-        row = np.append(start, after[:6])[-13:]  # half a block counts
+        row = np.append(start, after)[-13:]
         logits = model(row[None, :-1]).detach()[0, -6:].log_softmax(dim=-1)
         expected = -sum(float(logits[i, token]) for i, token in enumerate(row[-6:].tolist()))
         assert nats == pytest.approx(expected, rel=1e-5)

@@ -28,7 +28,12 @@ from chargpt.errors import OperationError
 from chargpt.inference.constraints import Automaton, Bools, Constraint, build_constraint
 from chargpt.inference.copying import CopyIndex
 from chargpt.inference.decoders import Decoder, ModelDecoder, build_decoder
-from chargpt.inference.lookahead import LookAhead, is_affordable, markov_chain
+from chargpt.inference.lookahead import (
+    MIN_TEMPERATURE,
+    LookAhead,
+    is_affordable,
+    markov_chain,
+)
 from chargpt.inference.sampling import (
     Ended,
     Piece,
@@ -177,8 +182,9 @@ class ConstrainedSampler:
         if not rows.size:
             return rows, tokens
         weighed = logits[rows]
-        if self.look_ahead:
-            weighed = weighed + self.look_ahead.log_weights(states[is_open], remaining[is_open])
+        if self.look_ahead:  # whose chain has the temperature, by which `filter_probs` divides
+            log_weights = self.look_ahead.log_weights(states[is_open], remaining[is_open])
+            weighed = weighed + max(self.options.temperature, MIN_TEMPERATURE) * log_weights
         probs = filter_probs(weighed, self.options, leads | ends)
         tokens[rows] = chosen = sample_tokens(probs, uniform[rows])
         own = logits[rows] - logits[rows].max(axis=1, keepdims=True)

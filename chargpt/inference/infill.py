@@ -6,7 +6,8 @@ and each cut is weighed by the probability of what comes after, given all that p
     p(middle | before, after)  ~  p(middle | before) p(after | before, middle)
 
 Infills are sampled from the cuts in proportion to their weights, without replacement. Of what comes
-after, the first `AFTER` tokens count, of what comes before the last that fit into a block.
+after, the first `AFTER` tokens count, half a block at most, of what comes before the last that fit
+into a block with them.
 
 Cost: `candidates` continuations of `length` characters, and `candidates` x `CUTS` forward passes of
 up to a block.
@@ -122,7 +123,8 @@ def infill(
             f"each of the {len(middles):,} texts that were sampled after the start is empty; raise "
             "--candidates, or change the start"
         )
-    encoded = tokenizer.encode(tokenizer.choose_form(after), unknown=policy)[:AFTER]
+    n_weighed = max(1, min(AFTER, run.model.block_size // 2))
+    encoded = tokenizer.encode(tokenizer.choose_form(after), unknown=policy)[:n_weighed]
     start = tokenizer.eos_token + tokenizer.choose_form(before)
     starts = [tokenizer.encode((start or tokenizer.bos_text) + cut, unknown=policy) for cut in cuts]
     nats = losses_after(run.model, starts, encoded, on_weighed)
@@ -159,13 +161,12 @@ def losses_after(
 ) -> Floats:
     """Return the loss of the tokens `after`, (A,), after each start, in nats, (M,).
 
-    Of starts and tokens that do not fit into a block together, half a block of `after` counts, and
-    the end of the start. `on_progress` is called with the fraction that is done.
+    Of a start that does not fit into a block with `after`, the end counts. `on_progress` is called
+    with the fraction that is done.
 
     Raises:
         OperationError: a loss is not finite.
     """
-    after = after[: max(1, model.block_size // 2)]
     context = model.block_size + 1 - len(after)
     rows = [np.append(start[-context:], after) for start in starts]
     sizes = np.array([len(row) for row in rows])  # (M,)
