@@ -84,11 +84,32 @@ def test_a_line_of_a_list_has_one_figure_wherever_it_stands(
     for text in ("\n".join(lines), "\n\n".join(reversed(lines)) + "\n"):
         scored = score(run, text, on_progress=lambda *each: done.append(each))
         assert scored.protocol == "documents"
-        assert (scored.text, done[-1]) == (text.rstrip("\n") + "\n", (len(scored.text),) * 2)
+        n_scored = len("".join(lines)) + len(lines)  # empty lines are no documents
+        assert (len(scored.bits), done[-1]) == (n_scored, (n_scored, n_scored))
+        assert scored.text == text.rstrip("\n") + "\n"
         found = {line.text: line.bits for line in scored.lines()}
         assert found == pytest.approx(expected, rel=1e-4)
-    with pytest.raises(TextError, match="no character to score"):
-        score(run, "")
+    skipped = score(run, "ab\nxx\n\nxc", unknown="skip")
+    assert [(line.text, line.number) for line in skipped.lines()] == [("ab", 1), ("xc", 4)]
+    assert np.array_equal(skipped.bits, score(run, "ab\nc").bits)
+    for empty in ("", "\n\n"):
+        with pytest.raises(TextError, match="no character to score"):
+            score(run, empty)
+
+
+def test_a_text_is_scored_in_python_as_the_command_reads_it(cli: Cli, tmp_path: Path) -> None:
+    content = "one day\n\n\nno\u2028one\n\na day"
+    Path("poems.txt").write_text(content * 400, encoding="utf-8")
+    for documents in (r"\n\n", "lines", "null"):
+        out = ("-s", f"text.documents={documents}", *"-s text.newlines=lf --out R --force".split())
+        assert cli("train", "poems.txt", *QUICK, *out).returncode == 0
+        Path("more.txt").write_text(content, encoding="utf-8")
+        printed = json.loads(cli("score", "R", "more.txt", "--json").stdout)
+        scored = score("R", content)
+        assert scored.bits_per_char == pytest.approx(printed["bits_per_char"], rel=1e-6)
+        assert printed["characters"] == len(scored.bits)
+        assert "\u2028" not in scored.text
+        assert scored.text.count("\x1e") == (3 if documents == r"\n\n" else 0)
 
 
 def test_prompts_and_texts_take_a_known_normal_form_but_not_texts_to_compress(

@@ -41,7 +41,7 @@ from chargpt.text.corpus import (
     require_whole,
     shuffled_order,
 )
-from chargpt.text.source import lf_newlines, mark_documents, read_text, require_text
+from chargpt.text.source import as_read, read_text, require_text
 from chargpt.text.tokenizer import Floats, Ints, Tokens, UnknownPolicy
 
 EvaluationProtocol = Literal["blocks", "sliding", "nanogpt"]
@@ -202,8 +202,7 @@ def evaluate(
         text = read_text(path, settings)
     elif text is not None:
         require_text(text)
-        pieces = lf_newlines([text]) if settings.newlines == "lf" else iter([text])
-        text = "".join(mark_documents([pieces], settings.documents))
+        text = as_read(text, settings)
     if text is not None:
         text = run.tokenizer.choose_form(text)
         tokens = run.tokenizer.encode(text, unknown=unknown or settings.unknown)

@@ -17,7 +17,7 @@ from chargpt.errors import NOT_FINITE, OperationError, TextError
 from chargpt.inference.evaluation import OnProgress, iter_losses, sliding_windows
 from chargpt.store.run import Run, as_run
 from chargpt.text.corpus import document_ends
-from chargpt.text.source import require_text
+from chargpt.text.source import as_read, require_text
 from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
 
 BYTES_PER_CHARACTER = 40  # of memory, measured
@@ -42,7 +42,7 @@ class Scored:
     """A text and the surprisal of its characters."""
 
     text: str  # as it was scored: of a list of lines, with a newline at its end
-    bits: Floats  # surprisal of each character that was not skipped, (N,)
+    bits: Floats  # surprisal of each character that was scored, (N,)
     protocol: str  # `sliding`, `documents` or `adaptive`
     n_unknown: int = 0  # characters outside the vocabulary, skipped or replaced
     skipped: frozenset[str] = frozenset()  # different characters outside the vocabulary
@@ -59,6 +59,8 @@ class Scored:
             line, newline = found.groups()
             n_skipped = sum(each in self.skipped for each in line) if self.skipped else 0
             end = start + len(line) - n_skipped + sum(each not in self.skipped for each in newline)
+            if self.protocol == "documents" and len(line) == n_skipped:  # that is no document
+                end = start
             end = min(end, len(self.bits))
             if line.strip() and end > start:
                 bits = self.bits[start:end]
@@ -79,7 +81,8 @@ def score(
 
     The protocol is `sliding`, as if the EOS token or a newline preceded the text; if the vocabulary
     has neither, the first token has surprisal log2(V). In a run of `text.documents=lines` it is
-    `documents`: each line is scored on its own, from its first character to the EOS token.
+    `documents`: each line is scored on its own, from its first character to the EOS token, and
+    empty ones are none.
 
     Args:
         run: a run from `train` or `load_run`, or its folder.
@@ -97,21 +100,26 @@ def score(
     require_text(text)
     run = as_run(run)
     require_memory(BYTES_PER_CHARACTER * len(text), f"a text of {len(text):,} characters")
-    tokenizer = run.tokenizer
-    policy = unknown or run.config.text.unknown
-    text = tokenizer.choose_form(text)
+    tokenizer, settings = run.tokenizer, run.config.text
+    policy = unknown or settings.unknown
+    if settings.documents in ("lines", "files"):  # the text may be a part of one
+        newlines = "lf" if settings.documents == "lines" else settings.newlines
+        settings = settings.model_copy(update={"documents": None, "newlines": newlines})
+    text = tokenizer.choose_form(as_read(text, settings))
     tokens = tokenizer.encode(text, unknown=policy)
-    if not len(tokens):
-        raise TextError("there is no character to score; give a longer text")
     losses_of: LossesOf = token_losses
     protocol = "sliding"
     if adaptive_losses:
         losses_of, protocol = adaptive_losses, "adaptive"
     elif tokenizer.eos_token == "\n":
         losses_of, protocol = partial(token_losses, by_document=True), "documents"
-        if tokens[-1] != tokenizer.eos_token_id:
+        if text[-1:] != "\n":
             text += "\n"
             tokens = np.append(tokens, tokenizer.encode("\n"))
+        is_end = tokens == tokenizer.eos_token_id
+        tokens = tokens[~(is_end & np.append(True, is_end[:-1]))]  # as in training
+    if not len(tokens):
+        raise TextError("there is no character to score; give a longer text")
     first = np.zeros(0)
     if tokenizer.bos_text:
         tokens = np.concatenate((tokenizer.encode(tokenizer.bos_text), tokens))

@@ -836,6 +836,16 @@ def mark_documents(
         places.end += 1
 
 
+def as_read(text: str, settings: TextConfig) -> str:
+    """Return a text with the line ends and documents that reading it from a file would give it.
+
+    Raises:
+        TextError: as of `mark_documents`.
+    """
+    pieces = lf_newlines([text]) if settings.newlines == "lf" else iter([text])
+    return "".join(mark_documents([pieces], settings.documents))
+
+
 def _split(pieces: Iterator[str], documents: str, separator: str) -> Iterator[list[str]]:
     """Yield the text of one file in parts of documents, of which all but the last have ended."""
     rest = ""
