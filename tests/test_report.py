@@ -400,7 +400,7 @@ def test_the_closing_table_takes_the_last_validation_where_it_can(
 
 
 def test_over_fitting_is_reported_from_the_recorded_losses(run: Run) -> None:
-    result = evaluate_run(run, run.corpus())
+    result = replace(evaluate_run(run, run.corpus()), epochs=2.0)
     run = replace(run, state=replace(run.state, best_nats_per_char=2.0, best_step=run.step))
     records = [{"step": run.step, "val_nats_per_char": 2.0}]
     assert not any("It over-fits" in words for words in summarize(run, result, records))
@@ -408,6 +408,18 @@ def test_over_fitting_is_reported_from_the_recorded_losses(run: Run) -> None:
     words = " ".join(summarize(run, result, records))
     assert f"lowest at step {run.step}" in words
     assert "rose to 4.000 nats. More text, model.dropout or fewer steps may help." in words
+    steps = range(run.step - 9, run.step + 3)
+    for change, few, expected in (
+        (-0.1, False, "It over-fits"),
+        (-0.1, True, "The validation loss"),
+    ):
+        losses = [{"step": n, "loss": 2.0 + change * (n > run.step)} for n in steps]
+        scores = replace(result, epochs=0.4 if few else 2.0)
+        said = summarize(run, scores, records + losses)
+        assert [words.startswith(expected) for words in said].count(True) == 1
+    rising = [{"step": n, "loss": 1.0 + n - min(steps)} for n in steps]
+    (said,) = (words for words in summarize(run, result, records + rising) if "rose to" in words)
+    assert "So did the training loss: try lower learning rates, such as -s optim.lr=" in said
     patient = replace(run, config=run.config.with_values({"train.patience": 2}))
     sentence = "Early stopping: 2 evaluations without a new best."
     assert sentence in summarize(patient, result, records)

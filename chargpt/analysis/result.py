@@ -197,18 +197,24 @@ def changes_in_second_half(records: Sequence[Mapping[str, Any]]) -> tuple[float,
     None if the metrics do not have them.
     """
     curve = validation_curve(records)
-    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     if len(curve) < 2:
         return None
     last_step, last = curve[-1]
     middle_step, middle = min(curve[:-1], key=lambda point: abs(point[0] - last_step / 2))
-
-    def training_loss(step: int) -> float:
-        """Return the mean of the last losses up to a step."""
-        return fmean(losses.get(n, math.nan) for n in range(step - LAST_STEPS + 1, step + 1))
-
-    change = training_loss(last_step) - training_loss(middle_step)
+    change = change_of_training_loss(records, middle_step, last_step)
     return None if math.isnan(change) else (last - middle, change)
+
+
+def change_of_training_loss(records: Sequence[Mapping[str, Any]], first: int, second: int) -> float:
+    """Return how the mean training loss up to a step differs from that up to an earlier one.
+
+    In nats; NaN if the metrics lack a step.
+    """
+    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
+    before, after = (
+        fmean(losses.get(step - n, math.nan) for n in range(LAST_STEPS)) for step in (first, second)
+    )
+    return after - before
 
 
 def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -237,12 +243,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
             f"lower learning rates, such as {run.config.optim.lower_rates()}."
         )
     elif curve and best is not None and last > best + MIN_RISE:
-        rise = (
-            f"validation loss was lowest at step {run.state.best_step or 0:,} ({best:.3f} nats) "
-            f"and rose to {last:.3f} nats."
-        )
-        over_fits = f"It over-fits: the {rise} More text, model.dropout or fewer steps may help."
-        sentences.append(f"The {rise}" if scores.splits_explain_gap else over_fits)
+        sentences.append(describe_rise(run, scores, records))
     elif (reason := scores.gap_reason(records)) is not None:
         sentences.append(describe_gap(reason, scores, records))
     patience = run.config.train.patience
@@ -250,6 +251,24 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     if patience is not None and n_worse >= patience:
         sentences.append(f"Early stopping: {n_worse} evaluations without a new best.")
     return sentences
+
+
+def describe_rise(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> str:
+    """Return a sentence on a validation loss that ended above the lowest one.
+
+    A run that has not read its text once does not over-fit, nor one whose training loss rose too.
+    """
+    (last_step, last), best_step = validation_curve(records)[-1], run.state.best_step or 0
+    rise = (
+        f"validation loss was lowest at step {best_step:,} ({run.state.best_nats_per_char:.3f} "
+        f"nats) and rose to {last:.3f} nats."
+    )
+    if change_of_training_loss(records, best_step, last_step) > MIN_RISE:
+        rates = run.config.optim.lower_rates()
+        return f"The {rise} So did the training loss: try lower learning rates, such as {rates}."
+    if scores.epochs < 1 or scores.splits_explain_gap:
+        return f"The {rise}"
+    return f"It over-fits: the {rise} More text, model.dropout or fewer steps may help."
 
 
 def has_diverged(last: float, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> bool:
