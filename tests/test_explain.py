@@ -85,8 +85,12 @@ def test_a_runs_own_weights_are_shown(cli: Cli, verse: Path, scaled: str) -> Non
     scores = torch.tensor(found["queries"]["scores"])
     causal = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf).softmax(-1)
     torch.testing.assert_close(causal, first, rtol=1e-4, atol=1e-5)
+    whole = torch.from_numpy(run.tokenizer.encode(line).astype(np.int64))[None]
+    queries, keys, _ = (each[0, 0] for each in run.model.first_layer_qkv(whole))  # (T, D) each
+    weights = (queries @ keys.T / (8**0.5 if scaled == "true" else 1)).softmax(-1)
+    assert len(weights) > 8
     assert found["mask"]["future_without_mask"] == pytest.approx(
-        float(scores.softmax(-1).triu(1).sum(-1)[:-1].mean()), abs=1e-5
+        float(weights.triu(1).sum(-1)[:-1].mean()), abs=1e-5
     )
     assert len(found["attention"]["heads"]) == 2
 

@@ -248,6 +248,19 @@ def test_lines_of_the_validation_split_that_were_trained_on_are_found_in_any_ord
     assert (int(said[1]) if said else 0) == pytest.approx(100 * fraction, abs=10 if said else 0)
 
 
+@pytest.mark.parametrize("n_times", [1, 2, 5])
+def test_copied_lines_count_as_often_as_a_text_has_them(n_times: int) -> None:
+    rng = np.random.default_rng(0)
+    lines = ["".join(map(chr, row)) + "\n" for row in rng.integers(0x61, 0x7B, (1060, 30))]
+    corpus = load_corpus(TextConfig(documents=None), text="".join(lines[:1000]))
+    known, new = lines[:60], lines[1000:]
+    for mixed, fraction in ((known, 1.0), ([*known, *new], 0.5)):
+        text = "".join(rng.permutation(mixed * n_times).tolist())
+        assert find_repeats(corpus, corpus.tokenizer.encode(text)).fraction == pytest.approx(
+            fraction
+        )
+
+
 def test_lines_that_recur_by_nature_are_no_copies() -> None:
     rng = np.random.default_rng(0)
     refrains = ["".join(map(chr, row)) for row in rng.integers(0x61, 0x7B, (20, 30))]

@@ -250,8 +250,8 @@ def explain_mask(subject: Subject) -> Content:
     q, k, v = subject.first_head()
     scaled = subject.model.config.scale_attn_weights
     outputs, weights = explicit_attention(q, k, v, scaled=scaled)  # (T, D), (T, T)
-    _, unmasked = explicit_attention(q, k, v, causal=False, scaled=scaled)
-    future = float(unmasked.triu(1).sum() / max(1, len(weights) - 1))  # the last row has no future
+    _, unmasked = explicit_attention(*subject.first_head(None), causal=False, scaled=scaled)
+    future = float(unmasked.triu(1).sum() / max(1, len(unmasked) - 1))  # the last row has none
     characters = subject.characters
     elements: dict[str, Element] = {
         "weights": value_table(["", *characters], characters, weights),

@@ -190,9 +190,10 @@ def describe_model(model: ModelConfig) -> str:
     if model.kind == "bigram":
         return "bigram table"
     heads = "1 head" if model.n_head == 1 else f"{model.n_head} heads"
+    layers = "1 layer" if model.n_layer == 1 else f"{model.n_layer} layers"
     attention = {"full": heads, "average": "average", "none": "no attention"}
     return (
-        f"{model.kind} {model.n_layer} layers x {model.n_embd} wide, {attention[model.attention]}, "
+        f"{model.kind} {layers} x {model.n_embd} wide, {attention[model.attention]}, "
         f"block {model.block_size}"
     )
 

@@ -321,7 +321,7 @@ def find_repeats(corpus: Corpus, tokens: Tokens) -> Repeats:
     """Return how much of a text occurs in the training split.
 
     That is the fraction of whole documents, if it is notable; else that of evenly spread passages
-    or, where it is higher, of distinct lines, which are shorter and may be shuffled.
+    or, where it is higher, of whole lines, which are shorter and may be shuffled.
 
     Args:
         tokens: of the text, by the corpus's tokenizer, (tokens,).
@@ -338,7 +338,9 @@ def find_repeats(corpus: Corpus, tokens: Tokens) -> Repeats:
         if corpus.settings.documents != "lines":
             lines, counts = _count_parts(corpus, tokens, eos_token + "".join(NEWLINES.values()))
             least = math.ceil(MIN_LINE_BITS / math.log2(max(2, tokenizer.vocab_size)))
-            copied = [line for line in counts if counts[line] <= MAX_COPIES and len(line) >= least]
+            copied = [
+                line for line in lines if len(line) >= least and 0 < counts[line] <= MAX_COPIES
+            ]
             unit_of_lines = f"{unit}, in whole lines of {least} or more,"
             found.append(Repeats(sum(map(len, copied)), sum(map(len, lines)), unit_of_lines))
     found.append(Repeats(*_repeated_passages(corpus, tokens), f"passages of {PASSAGE} {unit}"))
