@@ -237,6 +237,11 @@ def test_samples_of_a_list_are_whole_items(trained: Path, cli: Cli) -> None:
         copied = [item in NAMES if len(item) <= length else None for item in items]
         assert report["copied"] == copied
         assert report["new"] == [None if each is None else not each for each in copied]
+    stopped = json.loads(cli(*sample, 50, "--stop", "a", "--overlap", "--json").stdout)
+    assert {*stopped["ended"]} == {"stop", "document"}
+    is_cut = [ended == "stop" for ended in stopped["ended"]]  # within an item
+    assert [new is None for new in stopped["new"]] == is_cut
+    assert [copied is None for copied in stopped["copied"]] == is_cut
     n_new, n_cut = sum(item not in NAMES for item in items), finished.count(False)
     assert 0 < n_cut < 30
     checked = cli(*sample, "50", "--overlap").stdout

@@ -188,7 +188,7 @@ def overlap(run: Run, corpus: Corpus) -> Values:
     number = N_DOCUMENTS if eos_token else N_SAMPLES
     settings = {"length": SAMPLE_LENGTH, "num_samples": number, "prompt": "", "stop": ()}
     texts = sample(run, seed=SEED, **{**PLAIN, **settings})
-    finished = [text for text in texts if text.ended == "document"]
+    finished = [text for text in texts if text.is_document]
     found = memorization.measure_overlap(corpus, texts, finished)
     parts = []
     for text, each in zip(texts, found.texts, strict=True):

@@ -457,12 +457,12 @@ def measure(corpus: Corpus, texts: list[Sample], caught: list[int]) -> OverlapRe
 
     There is none after a signal, also one that ends the measuring and is appended to `caught`.
     """
-    finished = [text for text in texts if text.finished]
+    documents = [text for text in texts if text.is_document]
     sampled = [text.continuation for text in texts]
     try:
         with catch_signals(), console.show_progress("character", "of the training split") as shown:
             if not caught:
-                return measure_overlap(corpus, sampled, finished, shown)
+                return measure_overlap(corpus, sampled, documents, shown)
     except Stopped as stop:
         caught.append(stop.number)
     console.say("the overlap with the training split was not measured")
@@ -480,7 +480,7 @@ def overlap_json(corpus: Corpus, report: OverlapReport, texts: Sequence[Sample])
         overlaps.append({"longest": next(iter(values["matches"]), None), **values})
     result: dict[str, Any] = {"overlap": overlaps}
     if corpus.tokenizer.eos_token:  # else a text is no document
-        ended = [text if text.finished else None for text in texts]
+        ended = [text if text.is_document else None for text in texts]
         result["new"] = [None if each is None else each not in report.known for each in ended]
         result["copied"] = [None if each is None else each in report.copied for each in ended]
     return result
@@ -496,9 +496,9 @@ def mark(text: str, spans: list[tuple[int, int]]) -> str:
 def print_overlap(corpus: Corpus, report: OverlapReport, texts: list[Sample]) -> None:
     """Print what was found below the samples: documents or lines that are new, and the matches."""
     has_documents = bool(corpus.tokenizer.eos_token)
-    finished = [text for text in texts if text.finished]
-    if has_documents and finished:
-        groups = {"sampled": finished, "distinct": set(finished)}
+    documents = [text for text in texts if text.is_document]
+    if has_documents and documents:
+        groups = {"sampled": documents, "distinct": set(documents)}
         print_new("documents", groups, report.copied, report.known)
     whole, longest, matches = "whole documents or ", "", report.longest_matches()
     if not has_documents:

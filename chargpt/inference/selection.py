@@ -48,6 +48,11 @@ class Sample(str):
         """Whether a stop string, the end of a document or that of a match has ended it."""
         return self.ended in ("stop", "document", "match")
 
+    @property
+    def is_document(self) -> bool:
+        """Whether it is a whole document, with what the prompt holds of it."""
+        return self.ended == "document"
+
 
 def new_sample(
     prompt: str,
@@ -151,10 +156,10 @@ class Selection:
     def _is_new(self, sample: Sample) -> bool:
         """Return whether a text that was looked up is a whole document, not blank, and new."""
         document = self._document(sample)
-        return sample.ended == "document" and bool(document.strip()) and not self.is_known[document]
+        return sample.is_document and bool(document.strip()) and not self.is_known[document]
 
     def _look_up(self, group: list[Sample]) -> None:
-        wanted = {self._document(each) for each in group if each.ended == "document"}
+        wanted = {self._document(each) for each in group if each.is_document}
         wanted -= self.is_known.keys()
         _, known = find_documents(self.corpus, wanted, self.run.tokenizer.eos_token)
         self.is_known |= {document: document in known for document in wanted}
