@@ -58,8 +58,22 @@ def test_the_characters_to_score_can_be_limited(trained: Path, cli: Cli) -> None
     assert (facts["characters"], facts["of_characters"]) == (320, 2843)
     shown = cli("evaluate", trained, "--max-characters", "330").stdout
     assert "320 of 2,843 characters scored" in shown
+    Path("other.txt").write_text("the sea and the light\n" * 40)
+    text = ("--text", "other.txt")
+    assert "other.txt, all of it: protocol" in cli("evaluate", trained, *text).stdout
+    limited = cli("evaluate", trained, *text, "--max-characters", "330").stdout
+    assert "other.txt, a part of it: protocol" in limited
     words = ("--max-characters", "330", "--protocol", "nanogpt")
     assert "does not apply to the protocol nanogpt" in refusal(cli("evaluate", trained, *words))
+
+
+def test_the_unknown_tokens_of_a_split_are_counted(cli: Cli, verse: Path) -> None:
+    rare = ("-s", "text.rare=unknown", "-s", "text.min_count=20", "--out", "rare")
+    assert cli("train", verse, *QUICK, *rare).returncode == 0
+    val, tokenizer = load_run("rare").corpus().split("val"), load_run("rare").tokenizer
+    expected = tokenizer.decode(val).count("\ufffd")
+    assert expected > 0
+    assert json.loads(cli("evaluate", "rare", "--json").stdout)["n_unknown"] == expected
 
 
 def test_unknown_characters_are_counted_and_named(trained: Path, cli: Cli) -> None:

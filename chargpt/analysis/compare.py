@@ -319,7 +319,8 @@ class Comparison:
         another row.
         """
         records = run.records()
-        seconds = max([run.state.seconds, *(each.get("seconds", 0) for each in records)])
+        steps = (each for each in records if "loss" in each)  # a sample comes after the last one
+        seconds = max([run.state.seconds, *(each.get("seconds", 0) for each in steps)])
         models = {name: run.model}
         if mixture_run is not None and self.has_mixtures:
             models[name.removesuffix(TRAINED) + MIXTURE_SUFFIX] = mixture_run.model

@@ -91,7 +91,9 @@ def evaluate(
     chosen = {"split": split, "protocol": protocol, "tokens": tokens, "stride": stride}
     chosen["max_characters"] = max_characters
     start, kind = time.perf_counter(), loaded.config.model.kind
-    result = replace(measure(loaded, kind, chosen, caught), n_unknown=len(found))
+    result = measure(loaded, kind, chosen, caught)
+    if text is not None:
+        result = replace(result, n_unknown=len(found))
     seconds = time.perf_counter() - start
     measured = {f"{kind}, step {loaded.step:,}": result}
     wants_mixture = not caught and (has_mixture(loaded) if mixture is None else mixture)
@@ -100,7 +102,7 @@ def evaluate(
     elif wants_mixture:
         try:
             mixed = measure(runs.load_run_mixture(loaded), MIXTURE_LABEL, chosen, caught)
-            measured[MIXTURE_LABEL] = replace(mixed, n_unknown=len(found))
+            measured[MIXTURE_LABEL] = replace(mixed, n_unknown=result.n_unknown)
         except RunError as error:
             if mixture:
                 raise
@@ -121,7 +123,8 @@ def evaluate(
             facts["mixture"] = measured[MIXTURE_LABEL].as_dict()
         console.out_json(facts)
     else:
-        part = "all of it" if text else f"{split} split"
+        is_whole = result.characters >= (result.of_characters or 0)
+        part = f"{split} split" if not text else "all of it" if is_whole else "a part of it"
         origin = f" of {result.held_out}" if result.held_out else ""
         show(loaded, measured, f"{name}, {part}{origin}", seconds)
     if caught:

@@ -211,6 +211,8 @@ def evaluate(
         corpus = run.corpus()
         tokens, scored = corpus.split(split), split
         held_out = corpus.held_out[split].name if split in corpus.held_out else None
+        if run.tokenizer.has_unknown:
+            n_unknown = int(np.sum(tokens == run.tokenizer.replacement_id))
     result = evaluate_tokens(
         run.model,
         tokens,

@@ -66,9 +66,9 @@ def describe(corpus: Corpus) -> dict[str, Any]:
 
     `documents` is 0 if the text is no list of them. `longest_line` is in characters, without the
     line end. `most_frequent` and `least_frequent` are (character, count) in that order.
-    `unigram_bits` is the entropy of a character, `bigram_bits` that given the previous one, in
-    bits. `rare_fraction` is that of the characters that are not in the vocabulary. `warnings` are
-    sentences about properties that impair training.
+    `unigram_bits` is the entropy of a token, `bigram_bits` that given the previous one, in bits per
+    character. `rare_fraction` is that of the characters that are not in the vocabulary. `warnings`
+    are sentences about properties that impair training.
     """
     tokenizer, tokens = corpus.tokenizer, corpus.tokens
     counts = count_tokens(tokens, tokenizer.vocab_size)

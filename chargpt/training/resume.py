@@ -267,7 +267,8 @@ def continued_config(saved: Checkpoint, config: Config) -> Config:
         )
     if state.step >= config.train.max_steps:
         raise FinishedError(
-            f"{run} has done all its {state.step} steps; give it more with -s train.max_steps=N"
+            f"{run} has done all its {state.step} steps; give it more with -s train.max_steps=N, "
+            f"or time with `chargpt train --resume {quoted(run)} --budget 5m`"
         )
     if config.optim != saved.config.optim:
         logger.warning(
