@@ -191,6 +191,7 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     monkeypatch.setattr(Trials, "__call__", lambda self, *_: 1e5)
     token_seconds = 2.0 / TIMED_TOKENS  # scoring these takes two seconds
     monkeypatch.setattr(Trials, "measure_scoring", lambda *_: token_seconds)
+    monkeypatch.setattr(Trials, "measure_mixing", lambda *_: 1e-4)  # of a large vocabulary
     clock = SimpleNamespace(now=0.0)
     fixed = {word.split("=")[0] for word in (*TINY, *STEPS[1:])}
     deadline = Deadline.from_budget(seconds, 0.0, lambda: clock.now)
@@ -203,7 +204,7 @@ def test_a_budget_reserves_the_measured_time_of_scoring(
     n_mixture = len(corpus.split("mixture"))
     scored += report_tokens + n_mixture + round(1.3 * min(limit, val))  # the mixture
     closing = CLOSING_SECONDS + 1.3 * token_seconds * scored + report_seconds
-    closing += mixture_seconds(corpus)
+    closing += mixture_seconds(corpus) + 1.3 * 1e-4 * (n_mixture + min(limit, val))
     assert created.pace is not None
     assert created.pace.deadline.remaining == pytest.approx(seconds - 10 - closing)
 
@@ -219,6 +220,7 @@ def test_the_plan_leaves_time_for_the_mixture(
 
     monkeypatch.setattr(Planner, "plan", planned)
     monkeypatch.setattr(Trials, "measure_scoring", lambda *_: 1e-6)
+    monkeypatch.setattr(Trials, "measure_mixing", lambda *_: 0.0)
     for name, fixed in (("with", ()), ("without", ("text.mixture_characters",))):
         deadline = Deadline.from_budget(10.0, 0.0, lambda: 0.0)
         created = create_run(tiny(verse, *STEPS), tmp_path / name, deadline, fixed)

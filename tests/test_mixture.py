@@ -23,7 +23,13 @@ from chargpt.errors import RunError
 from chargpt.inference.decoders import build_decoder
 from chargpt.inference.evaluation import evaluate_tokens, even_spans
 from chargpt.models.gpt import GPT
-from chargpt.models.mixture import BACKOFF_ORDER, Mixture, WordContextModel, word_token_mask
+from chargpt.models.mixture import (
+    BACKOFF_ORDER,
+    LOOKBACK,
+    Mixture,
+    WordContextModel,
+    word_token_mask,
+)
 from chargpt.models.ngram import NGramLM
 from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.mixture import save_mixture, with_mixture
@@ -33,7 +39,7 @@ from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.budget import with_mixture_split
 from chargpt.training.deadline import COUNTING_SECONDS, GATE_SECONDS, Deadline, mixture_seconds
-from chargpt.training.mixing import fit_mixture
+from chargpt.training.mixing import fit_mixture, gate_data
 
 pytest_plugins = ["shared_runs"]
 TOKENIZER = CharTokenizer(" .abcdefghij")
@@ -87,6 +93,20 @@ def test_probabilities_are_the_gate_s_average_of_all_components() -> None:
     probs = mixture(tokens).exp()
     assert torch.allclose(probs, expected, atol=1e-6)
     assert torch.allclose(probs.sum(-1), torch.ones(1, BLOCK_SIZE))
+
+
+@torch.inference_mode()
+def test_parts_that_stay_in_a_cache_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture, text = random_mixture()
+    tokens = torch.from_numpy(text[: 3 * BLOCK_SIZE].reshape(3, BLOCK_SIZE))
+    rows = torch.from_numpy(text[: 2 * 60].reshape(2, 60))
+    whole, data = mixture(tokens), gate_data(mixture, rows[:, : LOOKBACK + BLOCK_SIZE])
+    monkeypatch.setattr("chargpt.models.mixture.CACHED_BYTES", 4 * VOCAB_SIZE * 7)  # seven rows
+    assert torch.equal(mixture(tokens), whole)
+    for part, expected in zip(
+        gate_data(mixture, rows[:, : LOOKBACK + BLOCK_SIZE]), data, strict=True
+    ):
+        assert torch.equal(part, expected)
 
 
 @torch.inference_mode()
@@ -392,6 +412,10 @@ def test_a_budget_with_too_little_time_or_text_has_no_mixture(
     assert mixture_characters(corpus, 1.01 * least)
     assert not notes
     assert not mixture_characters(corpus, 0.99 * least)
+    deadline = Deadline(10.0, 0.0, lambda: 0.0)  # a large vocabulary takes as long to mix
+    for mixing, is_fast in ((1e-6, True), (1e-4, False)):
+        config = with_mixture_split(Config(), corpus, deadline, frozenset(), mixing)
+        assert bool(config.text.mixture_characters) == is_fast
     pieces = "the sea, the light, the lamp. " * 4000 + "|"
     for text, documents in (("The sea, the light.\n" * 150, None), (pieces * 6, "|")):
         other = load_corpus(TextConfig(documents=documents), text=text)

@@ -53,7 +53,8 @@ def show_result(session: Session, *, json_: bool = False) -> None:
 def _show_result(session: Session, *, json_: bool) -> None:
     trainer, folder, state = session.trainer, session.folder, session.trainer.state
     best = load_run(folder.path, "best", str(trainer.device))
-    scores = final_scores(session, best)
+    with console.say_if_slow("scoring ..."):
+        scores = final_scores(session, best)
     records = best.records()
     sentences = summarize(best, scores, records)
     forgotten = None

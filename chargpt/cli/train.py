@@ -145,7 +145,8 @@ def describe_plan(session: Session) -> list[str]:
         speed = pace.speed * corpus.characters_per_token
         budget = [f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}"]
     if corpus.rare_count:
-        rare = f"; rarer ones, {corpus.rare_fraction:.2%} of the text, are {corpus.rare_form}"
+        percent = f"{100 * corpus.rare_fraction:.2g}%"
+        rare = f"; rarer ones, {percent} of the text, are {corpus.rare_form}"
     if corpus.n_documents:
         documents = f"{corpus.n_documents:,} documents, shuffled by text.seed {config.text.seed}; "
     if trainer.device.type == "cpu":

@@ -54,6 +54,7 @@ NO_TOKEN = -1  # before the start of a text
 MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 INVERSE = pow(MULTIPLIER, -1, 1 << 64)
 CHUNK = 1 << 18  # tokens hashed at once
+CACHED_BYTES = 1 << 20  # of probabilities
 
 
 class Gate(nn.Module):
@@ -135,10 +136,13 @@ class Mixture(LanguageModel):
         with torch.autocast(tokens.device.type, enabled=False):
             log_probs = logits.float().log_softmax(dim=-1)
             weights = self.gate(self.gate_inputs(log_probs, contexts, position))  # (B, T, 1 + K)
-            mixed: Tensor = weights[..., :1] * log_probs.exp()
-            for k, probs in enumerate(self.iter_probs(contexts), 1):
-                mixed += weights[..., k : k + 1] * probs
-            return mixed.log()
+            parts = list[Tensor]()
+            for ids, weight, part in self.split(contexts, weights, log_probs):
+                mixed = weight[:, :1] * part.exp()
+                for k, probs in enumerate(self.iter_probs(ids), 1):
+                    mixed += weight[:, k : k + 1] * probs
+                parts.append(mixed.log())
+            return torch.cat(parts).view_as(log_probs)
 
     def contexts(self, tokens: Tensor, before: Tensor | None = None) -> list[Tensor]:
         """Return the contexts of each order, (B, T); the arguments are those of `forward`."""
@@ -146,10 +150,25 @@ class Mixture(LanguageModel):
         found = self.ngram.contexts(longer) + self.word_model.contexts(longer)
         return [ids[:, -tokens.size(1) :] for ids in found]
 
+    def split(self, contexts: Sequence[Tensor], *others: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Yield contexts, (B, T) each, and other tensors (B, T, ...) in parts, (B T, ...).
+
+        On a CPU the probabilities of a part stay in its caches while the orders change them.
+        """
+        n_rows = contexts[0].numel()
+        if self.device.type == "cpu":
+            n_rows = max(1, min(n_rows, CACHED_BYTES // (4 * self.vocab_size)))
+        of_contexts = zip(*(torch.split(ids.flatten(), n_rows) for ids in contexts), strict=True)
+        of_others = (torch.split(each.flatten(0, 1), n_rows) for each in others)
+        yield from zip(of_contexts, *of_others, strict=True)
+
     def iter_probs(self, contexts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the probabilities (B, T, V) of each order, in tensors that are changed in place."""
+        """Yield the probabilities (..., V) of each order, in tensors that are changed in place.
+
+        The contexts are of the shape (...).
+        """
         n_orders = len(self.ngram.orders)
-        # after the empty context, (B T, V)
+        # after the empty context, (tokens, V)
         probs = lower = self.ngram.table[contexts[0].flatten()]
         for k, (order, ids) in enumerate(zip(self.orders, contexts, strict=True), 1):
             if k == n_orders + 1:

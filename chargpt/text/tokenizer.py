@@ -443,7 +443,8 @@ class CharTokenizer:
     def describe(self) -> str:
         """Return the number of characters, and of byte tokens if there are any, as a phrase."""
         n_bytes = f" and {len(self.bytes_)} bytes" if self.has_bytes else ""
-        return f"{len(self.characters):,} characters{n_bytes}"
+        plural = "s" if len(self.characters) > 1 else ""
+        return f"{len(self.characters):,} character{plural}{n_bytes}"
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Return the text of token ids; the unknown token and invalid UTF-8 become U+FFFD."""

@@ -17,6 +17,7 @@ from chargpt.distributed import RankGroup
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.log import logger
 from chargpt.models import build_model
+from chargpt.models.mixture import MIXTURE_ORDER, WORDS
 from chargpt.text.corpus import MAX_MIXTURE_FRACTION, MIN_MIXTURE_CHARACTERS, Corpus
 from chargpt.training.deadline import (
     INITIAL_FRACTION,
@@ -33,6 +34,7 @@ from chargpt.training.trainer import Trainer
 MAX_MIXTURE_TIME = 0.2  # fraction of the remaining time: if fitting takes longer, no mixture
 TRIAL_STEPS = 3  # that measure a size's speed
 TIMED_TOKENS = 8_000  # scored to measure the speed of scoring
+TIMED_ROWS = 256  # of probabilities, mixed to measure the speed of mixing
 # factor on the time of the forward and backward pass: measured for the default config, the
 # optimizer adds 38 ms to between 175 and 280 ms
 UPDATE_OVERHEAD = 1.15
@@ -67,10 +69,11 @@ def plan_run(
         OperationError: the fewest useful steps would take more than twice the budget.
     """
     config = config.with_values({f"schedule.{name}": () for name in REPLANNED})
-    config = with_mixture_split(config, corpus, deadline, fixed_keys)
+    mixing = Trials(corpus, group).measure_mixing(config)
+    config = with_mixture_split(config, corpus, deadline, fixed_keys, mixing)
     corpus = corpus.with_settings(mixture_characters=config.text.mixture_characters)
     if len(corpus.split("mixture")):
-        seconds = deadline.scoring_seconds + mixture_seconds(corpus, deadline.slowdown)
+        seconds = deadline.scoring_seconds + mixture_seconds(corpus, deadline.slowdown, mixing)
         deadline = replace(deadline, scoring_seconds=seconds)
     trials = Trials(corpus, group)
     pace = Planner(config, corpus, deadline, fixed_keys, trials, group.world_size).plan()
@@ -107,24 +110,30 @@ def reserve_scoring(pace: Pace, trials: "Trials") -> None:
     """Keep the measured time of scoring after the last step, for re-planning too."""
     config, corpus = pace.config, trials.corpus
     token_seconds = trials.measure_scoring(config)
-    reserved = scoring_seconds(pace.deadline, corpus, config, token_seconds)
+    mixing_seconds = trials.measure_mixing(config)
+    reserved = scoring_seconds(pace.deadline, corpus, config, token_seconds, mixing_seconds)
     pace.deadline = replace(pace.deadline, scoring_seconds=reserved)
     n_scored = min(config.train.evaluation_tokens, len(corpus.split("val")))
     pace.validation_seconds = token_seconds * n_scored / trials.group.world_size
 
 
 def with_mixture_split(
-    config: Config, corpus: Corpus, deadline: Deadline, fixed_keys: frozenset[str]
+    config: Config,
+    corpus: Corpus,
+    deadline: Deadline,
+    fixed_keys: frozenset[str],
+    mixing_seconds: float = 0.0,
 ) -> Config:
     """Return the config with a mixture split, unless the user has fixed its length.
 
     There is none, which is logged, if the text is too short for it, or if fitting the mixture would
-    take too much of the time that is left.
+    take too much of the time that is left; `mixing_seconds` is as for `mixture_seconds`.
     """
     key = "text.mixture_characters"
     if key in fixed_keys or config.model.kind != "gpt":
         return config
-    seconds, remaining = mixture_seconds(corpus, deadline.slowdown), deadline.remaining
+    seconds = mixture_seconds(corpus, deadline.slowdown, mixing_seconds)
+    remaining = deadline.remaining
     with_split = corpus.with_settings(mixture_characters=MIXTURE_CHARACTERS)
     max_fraction = 2 * MAX_MIXTURE_FRACTION  # of a split that ends with a whole document
     is_short = MAX_MIXTURE_FRACTION * corpus.n_characters < MIN_MIXTURE_CHARACTERS
@@ -185,6 +194,23 @@ class Trials:
             timed = evaluate_tokens(model, tokens, max_tokens=n_timed)
         per_character = (time.perf_counter() - start) / timed.characters
         return self.group.broadcast(per_character * self.corpus.characters_per_token)
+
+    def measure_mixing(self, config: Config) -> float:
+        """Return the seconds per token of adding up the probabilities of a mixture's components."""
+        device = choose_device(config.device)[0]
+        weight = torch.full((TIMED_ROWS, 1), 0.5, device=device)
+        log_probs = torch.zeros(TIMED_ROWS, self.corpus.tokenizer.vocab_size, device=device)
+        start = 0.0
+        for n_components in (1, MIXTURE_ORDER + WORDS + 1):  # the first is a warm-up
+            synchronize(device)
+            start = time.perf_counter()
+            probs, mixed = log_probs.exp(), weight * log_probs.log_softmax(dim=-1).exp()
+            for _ in range(n_components):
+                probs *= weight
+                mixed += weight * probs
+            torch.cat([mixed.log()])
+        synchronize(device)
+        return self.group.broadcast((time.perf_counter() - start) / TIMED_ROWS)
 
 
 def expected_seconds(trainer: Trainer) -> float:

@@ -93,11 +93,15 @@ def gate_data(
     tokens, targets = rows[:, n_before:-1], rows[:, n_before + 1 :, None]
     with torch.no_grad():
         contexts = mixture.contexts(tokens, rows[:, :n_before])
-        columns = [probs.gather(-1, targets).log() for probs in mixture.iter_probs(contexts)]
+        parts = [
+            torch.cat([probs.gather(-1, part).log() for probs in mixture.iter_probs(ids)], dim=-1)
+            for ids, part in mixture.split(contexts, targets)
+        ]  # (B T, K) in all
     position = 0 if cache is None else cache.length
     log_probs = mixture.gpt(tokens, cache).float().log_softmax(dim=-1)  # (B, T, V)
     inputs = mixture.gate_inputs(log_probs.detach(), contexts, position)
-    return inputs, torch.cat([log_probs.gather(-1, targets), *columns], dim=-1)
+    columns = torch.cat(parts).view(*tokens.shape, -1)
+    return inputs, torch.cat([log_probs.gather(-1, targets), columns], dim=-1)
 
 
 def fit_gate(gate: Gate, inputs: Tensor, log_probs: Tensor) -> None:

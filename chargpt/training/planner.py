@@ -274,7 +274,7 @@ class Planner:
         self.deadline.require(MIN_STEPS * config.tokens_per_step / speed)
         n_tokens, parameters = self.affordable_tokens(speed), self.parameters(config)
         values = length_values(config, n_tokens, self.train_tokens, parameters)
-        if n_tokens == self.max_tokens:
+        if n_tokens == self.max_tokens >= MIN_STEPS * config.tokens_per_step:
             self.warn(EPOCH_LIMIT_NOTE)
         runs = _fitted()["runs"]
         largest, longest = (max(run[key] for run in runs) for key in ("parameters", "characters"))
