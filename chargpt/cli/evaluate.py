@@ -91,9 +91,7 @@ def evaluate(
     chosen = {"split": split, "protocol": protocol, "tokens": tokens, "stride": stride}
     chosen["max_characters"] = max_characters
     start, kind = time.perf_counter(), loaded.config.model.kind
-    result = measure(loaded, kind, chosen, caught)
-    if text is not None:
-        result = replace(result, n_unknown=len(found))
+    result = measure(loaded, kind, chosen, caught, found)
     seconds = time.perf_counter() - start
     measured = {f"{kind}, step {loaded.step:,}": result}
     wants_mixture = not caught and (has_mixture(loaded) if mixture is None else mixture)
@@ -101,8 +99,8 @@ def evaluate(
         console.say(f"without {MIXTURE_LABEL}: the n-grams were counted from the training split")
     elif wants_mixture:
         try:
-            mixed = measure(runs.load_run_mixture(loaded), MIXTURE_LABEL, chosen, caught)
-            measured[MIXTURE_LABEL] = replace(mixed, n_unknown=result.n_unknown)
+            mixed = runs.load_run_mixture(loaded)
+            measured[MIXTURE_LABEL] = measure(mixed, MIXTURE_LABEL, chosen, caught, found)
         except RunError as error:
             if mixture:
                 raise
@@ -131,13 +129,18 @@ def evaluate(
         raise Stopped(caught[0])
 
 
-def measure(run: Run, name: str, chosen: dict[str, Any], caught: list[int]) -> Evaluation:
-    """Evaluate a run with a progress bar; a signal ends it, and is appended to `caught`."""
+def measure(
+    run: Run, name: str, chosen: dict[str, Any], caught: list[int], unknown: str
+) -> Evaluation:
+    """Evaluate a run with a progress bar; a signal ends it, and is appended to `caught`.
+
+    `unknown` are the characters of another text that the vocabulary lacks.
+    """
     with runs.stoppable_progress(runs.unit_of(run), f"scored, {name}", caught) as callbacks:
         result = evaluation.evaluate(run, **callbacks, **chosen)
     if caught:
         console.say("the loss is that of the blocks scored so far, a random part of the text")
-    return result
+    return replace(result, n_unknown=result.n_unknown or len(unknown))
 
 
 def show(run: Run, measured: Mapping[str, Evaluation], title: str, seconds: float) -> None:
