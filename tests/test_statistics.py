@@ -295,13 +295,24 @@ def test_repeated_documents_are_named_before_their_lines() -> None:
             "".join(map(chr, (*range(20_000, 26_000), *range(25_999, 19_999, -1)))),
             "vocabulary of 6,000",
         ),
-        ("".join(map(chr, range(0x4E00, 0x4E00 + 50))) + "a" * 20_000, "50 of the 51 characters"),
+        (
+            "".join(map(chr, range(0x4E00, 0x4E00 + 300))) + "a" * 20_000,
+            "300 of the 301 characters occur only once and cannot be learned; -s text.rare=bytes "
+            "-s text.min_count=2 spells them as bytes",
+        ),
     ],
 )
 def test_each_problem_of_a_text_causes_one_warning(tmp_path: Path, text: str, warning: str) -> None:
     warnings = describe_text(tmp_path, text).warnings
     assert len(warnings) == 1
     assert warning in warnings[0]
+
+
+def test_bytes_are_not_advised_where_they_outnumber_the_characters_that_occur_once(
+    tmp_path: Path,
+) -> None:
+    once = "".join(map(chr, range(0x4E00, 0x4E00 + 200)))
+    assert not describe_text(tmp_path, once + "a" * 20_000).warnings
 
 
 @pytest.mark.parametrize(

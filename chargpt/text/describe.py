@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
@@ -34,6 +35,7 @@ MIN_SEPARATORS = 0.05  # fraction of the lines
 MIN_ALIKE = 0.9  # fraction of the paragraphs that begin with the same mark, such as `X:`
 MAX_INDENTED = 0.1  # fraction of the lines of a list
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
+SPELL_RARE = "-s text.rare=bytes -s text.min_count=2"
 CHUNK = 1 << 20  # tokens
 JOINERS = "\u200c\u200d"  # part of the spelling in many scripts
 BLANKS = " \t"
@@ -130,16 +132,17 @@ def count_line_ends(corpus: Corpus) -> dict[str, int]:
 
 def _warnings(corpus: Corpus, known: Ints, pairs: PairCounts) -> list[str]:
     vocab_size, once = corpus.tokenizer.vocab_size, int((known == 1).sum())
+    n_bytes = len(replace(corpus.tokenizer, has_unknown=False, has_bytes=True).bytes_)
     found = quick_warnings(corpus, MIN_REPEATED)
     if vocab_size > MAX_VOCAB_SIZE and not corpus.tokenizer.has_bytes:
         found.append(
             f"a vocabulary of {vocab_size:,} characters makes the model large and slow, and most "
-            "of them are rare; spell those as bytes with -s text.rare=bytes -s text.min_count=2"
+            f"of them are rare; spell those as bytes with {SPELL_RARE}"
         )
-    if once > max(10, MAX_ONCE_FRACTION * vocab_size):
+    if once > max(n_bytes, MAX_ONCE_FRACTION * vocab_size):  # else the vocabulary would grow
         found.append(
             f"{once:,} of the {len(known):,} characters occur only once and cannot be learned; "
-            "set text.min_count to 2 or more"
+            f"{SPELL_RARE} spells them as bytes, so that any prompt can be encoded"
         )
     counts = zip(corpus.tokenizer.characters, known.tolist(), strict=True)
     if invisible := [
