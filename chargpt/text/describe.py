@@ -30,8 +30,11 @@ MIN_SORTED = 0.95  # fraction of neighbouring lines in order
 # What is surely one: names and words rather than verse, code, numbers or records
 MAX_MEAN_WORDS, MIN_DISTINCT, MIN_LETTERS, MAX_PUNCTUATED = 2, 0.8, 0.9, 0.02
 GPT2_EOS = "<|endoftext|>"  # of GPT-2, which published texts of stories have between them
-SEPARATOR = re.compile(rf"([%*=~+_.-])\1*|{re.escape(GPT2_EOS)}")  # a line between items
+SEPARATOR = re.compile(rf"([%*=~+_.-])( ?\1)*|{re.escape(GPT2_EOS)}")  # a line between items
 MIN_SEPARATORS = 0.05  # fraction of the lines
+MIN_VARIED = 0.1  # fraction of the lines of a list that are distinct
+# How a line of a conversation or log begins: a date or a time
+TIMED = re.compile(r"\W{0,2}(\d{1,4}([./-])\d\d?\2\d{1,4}\b|\d\d?:\d\d\b)")
 MIN_ALIKE = 0.9  # fraction of the paragraphs that begin with the same mark, such as `X:`
 MAX_INDENTED = 0.1  # fraction of the lines of a list
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
@@ -232,12 +235,18 @@ def guess_list(text: str) -> ListGuess | None:
         for item in items
     ]
     n_punctuated = sum(category(item[-1])[0] == "P" for item in items)
+    n_distinct = len(set(items))
     is_sure = (
-        len(set(items)) >= MIN_DISTINCT * len(items)
+        n_distinct >= MIN_DISTINCT * len(items)
         and n_letters >= MIN_LETTERS * len(joined)
         and n_punctuated <= MAX_PUNCTUATED * len(items)
         and (is_sorted or fmean(n_words) <= MAX_MEAN_WORDS)
     )
+    # messages of several lines have other line ends inside than between them
+    has_mixed_ends = "\r\n" in text and re.search(r"(?<!\r)\n", text)
+    is_timed = 2 * len([*filter(TIMED.match, items)]) > len(items)
+    if not is_sure and (has_mixed_ends or is_timed or n_distinct < MIN_VARIED * len(items)):
+        return None
     return ListGuess("lines", is_sure, "the text looks like a list of items, one a line")
 
 
