@@ -173,7 +173,7 @@ def warn_of_length(corpus: Corpus) -> str:
             f"{total:,} characters are too few: a model will memorise them; "
             f"give at least {MIN_CHARACTERS:,}, better a million"
         )
-    if n_val < MIN_VALIDATION:
+    if n_val < MIN_VALIDATION and not corpus.unused_separator:
         remedy = "give a longer text, or set text.val_fraction higher"
         if corpus.n_documents:
             remedy += ", or correct text.documents"
@@ -267,12 +267,19 @@ def sure_documents(text: str) -> str | None:
 
 def warn_of_list(corpus: Corpus) -> str:
     """Return advice on `text.documents` if a text may be a list, else ""."""
-    guess = None
-    if not corpus.n_documents:
-        guess = guess_list(corpus.tokenizer.decode(corpus.tokens[:CHUNK]))
-    separates = corpus.settings.documents not in (None, "lines", "files")
-    if separates and len(corpus.files) > 1 and corpus.n_documents <= len(corpus.files):
-        return f"text.documents={corpus.settings.documents!r} occurs in no file"
+    text, eos_token = corpus.tokenizer.decode(corpus.tokens[:CHUNK]), corpus.tokenizer.eos_token
+    if eos_token:
+        separator = corpus.settings.documents or ""
+        is_alone = 2 * text.count(f"\n{eos_token}\n") > text.count(eos_token)
+        unused = corpus.unused_separator
+        if unused or not is_alone or separator in ("lines", "files") or "\n" in separator:
+            return unused
+        setting = quoted(rf"\n{separator}\n")
+        return (
+            f"{separator} stands alone on its lines, so that documents begin and end with line "
+            f"ends; -s text.documents={setting} leaves these out"
+        )
+    guess = guess_list(text)
     if guess is None or guess.is_sure:  # null was then chosen
         return ""
     return (
