@@ -235,6 +235,8 @@ def test_the_first_encoding_that_is_advised_reads_the_text_as_shown(
     advised = re.search(r'\(--encoding (\S+) reads it as "(.*?)"[,)]', error_message(path))
     assert advised is not None
     assert text_of(load(path, encoding=advised[1])).endswith(text * 20)
+    if encoding in ("cp1252", "latin_1"):  # other code pages read some of these texts too
+        assert advised[1] == "cp1252"
     words = [word for word in text.split() if not word.isascii()]
     assert advised[2] == " ".join(words)[:24].strip()
 
