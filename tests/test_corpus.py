@@ -214,6 +214,14 @@ def test_latin_1_decodes_every_byte(write: Write) -> None:
         ("koi8_r", "Все счастливые семьи похожи друг на друга\n"),
         ("cp1252", "Le café, où elle était née, n’avait pas changé : l’été s’achevait déjà.\n"),
         ("cp1252", "let author = 'Ola Söder'\n"),
+        ("cp1252", "“It’s £5,” she said — and left.\n"),
+        ("latin_1", "It cost £5 and the café was shut.\n"),
+        ("latin_1", "Der Bär aß süße Äpfel und öffnete die Tür.\n"),
+        ("latin_1", "En un lugar vivía un hidalgo de rocín flaco. Tenía una sobrina; él, años.\n"),
+        ("cp1250", "Zażółć gęślą jaźń, źdźbło trawy i święty spokój.\n"),
+        ("cp1250", "Příliš žluťoučký kůň úpěl ďábelské ódy.\n"),
+        ("cp1250", "Sva ljudska bića rađaju se slobodna; čovjek, žena.\n"),
+        ("cp1253", "Όλοι οι άνθρωποι γεννιούνται ελεύθεροι και ίσοι στην αξιοπρέπεια.\n"),
         ("cp1254", "Bir varmış, bir yokmuş; evvel zaman içinde bir padişah yaşarmış.\n"),
         ("iso8859_2", "Wszyscy ludzie rodzą się wolni i równi pod względem swej godności\n"),
         ("iso8859_2", "Árvíztűrő tükörfúrógép. Hol volt, hol nem volt, volt egyszer.\n"),
@@ -227,8 +235,41 @@ def test_the_first_encoding_that_is_advised_reads_the_text_as_shown(
     advised = re.search(r'\(--encoding (\S+) reads it as "(.*?)"[,)]', error_message(path))
     assert advised is not None
     assert text_of(load(path, encoding=advised[1])).endswith(text * 20)
+    if encoding in ("cp1252", "latin_1"):  # other code pages read some of these texts too
+        assert advised[1] == "cp1252"
     words = [word for word in text.split() if not word.isascii()]
     assert advised[2] == " ".join(words)[:24].strip()
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_an_odd_file_among_utf_8_is_converted_or_left_out(
+    write: Write, monkeypatch: pytest.MonkeyPatch, workers: bool
+) -> None:
+    folder = write(MIXED, "a.txt").parent
+    odd = write("Все счастливые семьи похожи друг на друга\n".encode("cp1251"), "old/b 1.txt")
+    if workers:
+        monkeypatch.setattr("chargpt.text.prepare.MIN_SEGMENTS", 1)
+    message = error_message(folder)
+    assert message.startswith(f"{odd} is not UTF-8 text (byte 0xC2 ")
+    assert f"`iconv -f cp1251 -t utf-8 '{odd}'`" in message
+    assert message.endswith("or leave it out with -s text.exclude='old/b 1.txt'")
+    assert text_of(load(folder, exclude=["old/b 1.txt"])) == MIXED
+    write(b"\x98", "old/b 1.txt")
+    assert "use that, and convert files" in error_message(folder, encoding="ascii")
+    for name in ("a.txt", "old/b 1.txt"):
+        write("Все семьи похожи\n".encode("cp1251"), name)
+    assert "whole text (--encoding cp1251 reads it as" in error_message(folder)
+
+
+def test_replacing_is_advised_only_where_few_bytes_do_not_decode(
+    write: Write, notes: list[str]
+) -> None:
+    for n_ascii, is_advised in ((0, False), (9000, True)):
+        path = write(b"plain " * n_ascii + "Жил-был пёс.\n".encode("cp1251"))
+        message = error_message(path)
+        assert message.endswith("--encoding-errors replace") == is_advised
+        load(path, encoding_errors="replace")
+        assert ("the encoding is probably another one" in notes[-1]) != is_advised
 
 
 @pytest.mark.parametrize("chunk", [3, 16, 1 << 20])

@@ -20,6 +20,7 @@ from chargpt.inference.evaluation import evaluate
 from chargpt.store.run import load_run
 from chargpt.text import corpus as module
 from chargpt.text.corpus import Corpus
+from chargpt.text.describe import warn_of_length, warn_of_list
 from chargpt.text.prepare import load_corpus
 from chargpt.text.source import RECORD_SEPARATOR, mark_documents
 from chargpt.training.trainer import Trainer
@@ -181,11 +182,40 @@ def test_the_fraction_advised_for_too_few_documents_suffices(
             corpus.with_settings(val_fraction=float(advised[1])).require_blocks(block_size)
 
 
-@pytest.mark.parametrize("documents", ["lines", "files", "%"])
+@pytest.mark.parametrize("documents", ["lines", "files"])
 def test_one_document_cannot_be_split(documents: str) -> None:
     corpus = load_corpus(TextConfig(documents=documents), text="the sea " * 1000)
     with pytest.raises(TextError, match=r"\(documents: 1\), .*or correct text.documents \('"):
         corpus.require_blocks(8)
+
+
+def test_a_separator_that_a_text_lacks_is_named_as_the_cause(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for path in paths:
+        path.write_text("the sea " * 2000)
+        found = load_corpus(TextConfig(path=str(tmp_path), documents="\n***\n"))
+        name = f"{tmp_path.name}/"
+        message = (
+            rf"text.documents='\n***\n' separates nothing in {name}; set it to null for one text "
+            "in its order, or to what separates its documents"
+        )
+        assert warn_of_list(found) == message
+        assert not warn_of_length(found)
+        with pytest.raises(TextError, match=f"^{re.escape(message)}$"):
+            found.require_blocks(20_000)
+    paths[0].write_text("the sea\n***\nthe sea")
+    found = load_corpus(TextConfig(path=str(tmp_path), documents="\n***\n"))
+    assert not found.unused_separator
+
+
+def test_a_separator_alone_on_its_lines_is_advised_with_their_ends() -> None:
+    poems = "\n***\n".join(f"poem {i}\nby the sea" for i in range(100))
+    advice = warn_of_list(load_corpus(TextConfig(documents="***"), text=poems))
+    (setting,) = re.findall("-s text.documents='(.*)'", advice)
+    found = load_corpus(TextConfig(documents=setting), text=poems)
+    assert not warn_of_list(found)
+    assert found.tokenizer.decode(found.tokens).count("\n") == 100
+    assert not warn_of_list(load_corpus(TextConfig(documents="***"), text=poems.replace("\n", "")))
 
 
 def test_separators_are_written_with_escapes() -> None:

@@ -174,6 +174,18 @@ class Corpus:
         """Number of documents; 0 if the text is no list of them."""
         return len(self._document_boundaries) - 1 if self.tokenizer.eos_token else 0
 
+    @property
+    def unused_separator(self) -> str:
+        """A message if `text.documents` separates nothing in any file, else ""."""
+        documents = self.settings.documents
+        is_word = documents in (None, "auto", "lines", "files")
+        if is_word or self.n_documents > max(1, len(self.files)):
+            return ""
+        return (
+            f"text.documents={documents!r} separates nothing in {self.name}; set it to null for "
+            "one text in its order, or to what separates its documents"
+        )
+
     def with_settings(self, **values: object) -> "Corpus":
         """Return the same text with other sizes of its splits."""
         return replace(self, settings=self.settings.model_copy(update=values))
@@ -262,6 +274,8 @@ class Corpus:
         shorter, needed = min(train, val), block_size + 1
         if shorter >= needed:
             return
+        if self.unused_separator:
+            raise TextError(self.unused_separator)
         remedies = ["give a longer text"]
         if shorter > MIN_BLOCK_SIZE:
             remedies.insert(0, f"set model.block_size to {shorter - 1:,} or less")

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
@@ -29,11 +30,15 @@ MIN_SORTED = 0.95  # fraction of neighbouring lines in order
 # What is surely one: names and words rather than verse, code, numbers or records
 MAX_MEAN_WORDS, MIN_DISTINCT, MIN_LETTERS, MAX_PUNCTUATED = 2, 0.8, 0.9, 0.02
 GPT2_EOS = "<|endoftext|>"  # of GPT-2, which published texts of stories have between them
-SEPARATOR = re.compile(rf"([%*=~+_.-])\1*|{re.escape(GPT2_EOS)}")  # a line between items
+SEPARATOR = re.compile(rf"([%*=~+_.-])( ?\1)*|{re.escape(GPT2_EOS)}")  # a line between items
 MIN_SEPARATORS = 0.05  # fraction of the lines
+MIN_VARIED = 0.1  # fraction of the lines of a list that are distinct
+# How a line of a conversation or log begins: a date or a time
+TIMED = re.compile(r"\W{0,2}(\d{1,4}([./-])\d\d?\2\d{1,4}\b|\d\d?:\d\d\b)")
 MIN_ALIKE = 0.9  # fraction of the paragraphs that begin with the same mark, such as `X:`
 MAX_INDENTED = 0.1  # fraction of the lines of a list
 MAX_ONCE_FRACTION = 0.2  # of the vocabulary, for characters that occur once
+SPELL_RARE = "-s text.rare=bytes -s text.min_count=2"
 CHUNK = 1 << 20  # tokens
 JOINERS = "\u200c\u200d"  # part of the spelling in many scripts
 BLANKS = " \t"
@@ -130,16 +135,17 @@ def count_line_ends(corpus: Corpus) -> dict[str, int]:
 
 def _warnings(corpus: Corpus, known: Ints, pairs: PairCounts) -> list[str]:
     vocab_size, once = corpus.tokenizer.vocab_size, int((known == 1).sum())
+    n_bytes = len(replace(corpus.tokenizer, has_unknown=False, has_bytes=True).bytes_)
     found = quick_warnings(corpus, MIN_REPEATED)
     if vocab_size > MAX_VOCAB_SIZE and not corpus.tokenizer.has_bytes:
         found.append(
             f"a vocabulary of {vocab_size:,} characters makes the model large and slow, and most "
-            "of them are rare; spell those as bytes with -s text.rare=bytes -s text.min_count=2"
+            f"of them are rare; spell those as bytes with {SPELL_RARE}"
         )
-    if once > max(10, MAX_ONCE_FRACTION * vocab_size):
+    if once > max(n_bytes, MAX_ONCE_FRACTION * vocab_size):  # else the vocabulary would grow
         found.append(
             f"{once:,} of the {len(known):,} characters occur only once and cannot be learned; "
-            "set text.min_count to 2 or more"
+            f"{SPELL_RARE} spells them as bytes, so that any prompt can be encoded"
         )
     counts = zip(corpus.tokenizer.characters, known.tolist(), strict=True)
     if invisible := [
@@ -167,7 +173,7 @@ def warn_of_length(corpus: Corpus) -> str:
             f"{total:,} characters are too few: a model will memorise them; "
             f"give at least {MIN_CHARACTERS:,}, better a million"
         )
-    if n_val < MIN_VALIDATION:
+    if n_val < MIN_VALIDATION and not corpus.unused_separator:
         remedy = "give a longer text, or set text.val_fraction higher"
         if corpus.n_documents:
             remedy += ", or correct text.documents"
@@ -229,12 +235,18 @@ def guess_list(text: str) -> ListGuess | None:
         for item in items
     ]
     n_punctuated = sum(category(item[-1])[0] == "P" for item in items)
+    n_distinct = len(set(items))
     is_sure = (
-        len(set(items)) >= MIN_DISTINCT * len(items)
+        n_distinct >= MIN_DISTINCT * len(items)
         and n_letters >= MIN_LETTERS * len(joined)
         and n_punctuated <= MAX_PUNCTUATED * len(items)
         and (is_sorted or fmean(n_words) <= MAX_MEAN_WORDS)
     )
+    # messages of several lines have other line ends inside than between them
+    has_mixed_ends = "\r\n" in text and re.search(r"(?<!\r)\n", text)
+    is_timed = 2 * len([*filter(TIMED.match, items)]) > len(items)
+    if not is_sure and (has_mixed_ends or is_timed or n_distinct < MIN_VARIED * len(items)):
+        return None
     return ListGuess("lines", is_sure, "the text looks like a list of items, one a line")
 
 
@@ -255,12 +267,19 @@ def sure_documents(text: str) -> str | None:
 
 def warn_of_list(corpus: Corpus) -> str:
     """Return advice on `text.documents` if a text may be a list, else ""."""
-    guess = None
-    if not corpus.n_documents:
-        guess = guess_list(corpus.tokenizer.decode(corpus.tokens[:CHUNK]))
-    separates = corpus.settings.documents not in (None, "lines", "files")
-    if separates and len(corpus.files) > 1 and corpus.n_documents <= len(corpus.files):
-        return f"text.documents={corpus.settings.documents!r} occurs in no file"
+    text, eos_token = corpus.tokenizer.decode(corpus.tokens[:CHUNK]), corpus.tokenizer.eos_token
+    if eos_token:
+        separator = corpus.settings.documents or ""
+        is_alone = 2 * text.count(f"\n{eos_token}\n") > text.count(eos_token)
+        unused = corpus.unused_separator
+        if unused or not is_alone or separator in ("lines", "files") or "\n" in separator:
+            return unused
+        setting = quoted(rf"\n{separator}\n")
+        return (
+            f"{separator} stands alone on its lines, so that documents begin and end with line "
+            f"ends; -s text.documents={setting} leaves these out"
+        )
+    guess = guess_list(text)
     if guess is None or guess.is_sure:  # null was then chosen
         return ""
     return (

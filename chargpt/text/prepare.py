@@ -43,6 +43,7 @@ from chargpt.text.display import REPLACEMENT
 from chargpt.text.source import (
     CHANGED,
     CHUNK_BYTES,
+    MAX_REPLACED,
     SEGMENT_BYTES,
     Places,
     Segment,
@@ -495,9 +496,15 @@ def _log_characters(counts: Ints, trained: Ints, settings: TextConfig) -> None:
         names = name_characters(codes_to_text(only[np.argsort(-counts[only], kind="stable")]))
         logger.warning(f"characters of held-out files that the training text lacks: {names}")
     if settings.encoding_errors == "replace" and (count := int(counts[ord(REPLACEMENT)])):
+        fraction, remedy = count / counts.sum(), ""
+        if fraction > MAX_REPLACED:
+            remedy = (
+                "; the encoding is probably another one, and --encoding-errors strict names likely "
+                "ones"
+            )
         logger.warning(
-            f"bytes that do not decode, replaced by U+FFFD: {count:,}, "
-            f"{count / counts.sum():.2%} of the characters"
+            f"bytes that do not decode, replaced by U+FFFD: {count:,}, {fraction:.2%} of the "
+            f"characters{remedy}"
         )
     if n_nul := int(counts[0]):
         logger.warning(f"NUL characters, U+0000, in the text: {n_nul:,}")

@@ -87,6 +87,7 @@ SPLIT_WORDS = {  # in the names of files, by split
     "val": {"val", "valid", "validation", "dev"},
     "test": {"test", "testing"},
 }
+MAX_REPLACED = 0.01  # of a text's characters, by U+FFFD, before its encoding is a wrong one
 MAX_UNNAMED = 0.01  # of the bytes, in files whose names say no split, such as a README
 URL = re.compile(r"\b(https?|ftp):/+(.+)")  # paths lose the second slash
 
@@ -125,6 +126,8 @@ class Source:
             standard input.
         note: a sentence for the user, or "".
         held_out: the sources of the validation and test splits, by split, of a text that has such.
+        root: absolute folder of the files, to which patterns of `text.exclude` are relative. Of an
+            opened source "", unless one of several files begins with UTF-8 that is not ASCII.
     """
 
     name: str
@@ -132,6 +135,7 @@ class Source:
     stream: IO[bytes] | None = None
     note: str = ""
     held_out: Mapping[str, "Source"] = field(default_factory=dict)
+    root: str = ""
 
 
 class Stretch(NamedTuple):
@@ -154,12 +158,14 @@ class Segment(NamedTuple):
         split: that it is a part of.
         stretches: files, or one part of a large file.
         is_last: whether no other segment of the split follows.
+        root: that of the opened source.
         stream: is read instead of files.
     """
 
     split: str
     stretches: list[Stretch]
     is_last: bool
+    root: str = ""
     stream: IO[bytes] | None = None
 
 
@@ -248,6 +254,7 @@ def _split_by_name(source: Source) -> Source:
             os.path.relpath(parts[split][0].path, root)
             + (f" and {len(parts[split]) - 1:,} more" if len(parts[split]) > 1 else ""),
             tuple(parts[split]),
+            root=source.root,
         )
         for split in ("val", "test")
         if split in parts
@@ -403,7 +410,8 @@ def _selected(
         others += f"; left out by text.exclude: {excluded:,}"
     note = f"files read of {name}: {len(files):,}{kind}, sorted by path and number{others}"
     is_notable = kind or len(paths) > 1
-    return Source(name, tuple(map(_text_file, files)), note=note if is_notable else "")
+    note = note if is_notable else ""
+    return Source(name, tuple(map(_text_file, files)), note=note, root=str(root.absolute()))
 
 
 @contextmanager
@@ -432,7 +440,7 @@ def _without_others(source: Source, codec: str) -> Source:
     """Return a source without the files that are no text, and log what the files' starts show."""
     files: list[TextFile | None] = [*source.files] or [None]
     problems = dict[TextFile, str]()
-    marked_up, utf8 = list[str](), list[str]()
+    marked_up, utf8, has_utf8 = list[str](), list[str](), False
     for file in files:
         head = next(_read(Stretch(file.path if file else source.name), source.stream))[0]
         name, problem = Path(file.path).name if file else source.name, problem_of(head)
@@ -445,9 +453,11 @@ def _without_others(source: Source, codec: str) -> Source:
             start = head.decode(own_codec, "ignore")
         if MARKUP.match(start):
             marked_up.append(name)
-        # latin-1 is the encoding of those who train on bytes
-        if not own_codec.startswith(("utf", "iso8859-1")) and not head.isascii() and _is_utf8(head):
-            utf8.append(name)
+        if not head.isascii() and _is_utf8(head):
+            has_utf8 = len(files) > 1
+            # latin-1 is the encoding of those who train on bytes
+            if not own_codec.startswith(("utf", "iso8859-1")):
+                utf8.append(name)
     texts = tuple(file for file in source.files if file not in problems)
     if problems and any(file.size for file in texts):
         first = min(problems)
@@ -456,6 +466,8 @@ def _without_others(source: Source, codec: str) -> Source:
             f"{problems[first]}"
         )
         source = replace(source, files=texts)
+    if not has_utf8:
+        source = replace(source, root="")
     if utf8:
         logger.warning(f"{utf8[0]} looks like UTF-8 and is read as {codec}")
     if marked_up:
@@ -531,7 +543,9 @@ def split_source(source: Source, split: str, settings: TextConfig) -> list[Segme
             size += (file.size if end is None else end) - (begin or 0)
     if not source.files:
         segments = [[Stretch(source.name)]]
-    return [Segment(split, each, each is segments[-1], source.stream) for each in segments]
+    return [
+        Segment(split, each, each is segments[-1], source.root, source.stream) for each in segments
+    ]
 
 
 def _find_cuts(file: TextFile, settings: TextConfig) -> Iterator[int]:
@@ -644,7 +658,7 @@ def text_pieces(
         n_stored = places.n_stored
 
     files = (
-        _decode_file(stretch, codec, settings.encoding_errors, chunks(stretch))
+        _decode_file(stretch, codec, settings.encoding_errors, chunks(stretch), segment.root)
         for stretch in segment.stretches
     )
     if settings.newlines == "lf":
@@ -690,7 +704,7 @@ def _codec_of(codec: str, head: bytes) -> str:
 
 
 def _decode_file(
-    stretch: Stretch, codec: str, errors: str, contents: Iterator[bytes]
+    stretch: Stretch, codec: str, errors: str, contents: Iterator[bytes], root: str
 ) -> Iterator[str]:
     """Yield the text of one file's chunks, which may end inside a character, without its BOM."""
     name, offset, _ = stretch  # of the chunk's first byte
@@ -705,32 +719,53 @@ def _decode_file(
         try:
             text = decoder.decode(content, final=not content)
         except UnicodeError as error:
-            raise TextError(_undecodable(name, codec, offset - n_pending, error)) from None
+            raise TextError(_undecodable(name, codec, offset - n_pending, error, root)) from None
         offset += len(content)
         if text:
             yield text.removeprefix(BYTE_ORDER_MARK) if is_start else text
             is_start = False
 
 
-def _undecodable(name: str, codec: str, offset: int, error: UnicodeError) -> str:
-    """Return the message for an error in bytes that begin at `offset` of the file."""
-    problem, guesses = str(error), " with --encoding"
+def _undecodable(name: str, codec: str, offset: int, error: UnicodeError, root: str = "") -> str:
+    """Return the message for an error in bytes that begin at `offset` of the file.
+
+    If there is a `root`, that of the segment, no other encoding reads all files of the text.
+    """
+    problem, guesses, is_auto, has_few = str(error), list[tuple[str, str]](), False, True
     if isinstance(error, UnicodeDecodeError):
-        byte, position = error.object[error.start], offset + error.start
+        content = error.object
+        byte, position = content[error.start], offset + error.start
         problem = f"byte 0x{byte:02X} at offset {position:,}: {error.reason}"
         if codec == "utf-8" and error.reason == "unexpected end of data":
             return (
                 f"{name} ends within a character ({problem}), as a file that was cut does; leave "
                 f"its last bytes out: head -c {position} {quoted(name)}"
             )
-        guesses = guess_encodings(error.object, error.start) or guesses
-        is_marked = _codec_of("auto", error.object) != "utf-8"
-        if (is_marked or _is_utf8(error.object)) and not codec.startswith(("utf-16", "utf-32")):
-            guesses = " (--encoding auto reads it)"
-    return (
-        f"{name} is not {codec.upper()} text ({problem}); name the encoding of the whole text"
-        f"{guesses}, convert it to UTF-8{REPLACE_REMEDY}"
-    )
+        guesses = guess_encodings(content, error.start)
+        is_marked = _codec_of("auto", content) != "utf-8"
+        is_auto = (is_marked or _is_utf8(content)) and not codec.startswith(("utf-16", "utf-32"))
+        n_replaced = content.decode(codec, "replace").count("\ufffd")
+        has_few = n_replaced <= MAX_REPLACED * len(content)
+    problem = f"{name} is not {codec.upper()} text ({problem})"
+    readings = ", ".join(f'{encoding} reads it as "{words}"' for encoding, words in guesses)
+    if root and is_auto:
+        return (
+            f"{problem}, but --encoding auto reads it; use that, and convert files of other "
+            "encodings to UTF-8"
+        )
+    if root and readings:
+        pattern = quoted(glob.escape(Path(os.path.relpath(name, root)).as_posix()))
+        iconv_name = guesses[0][0].replace("_", "-")
+        remedy = (
+            f"replace it by the output of `iconv -f {iconv_name} -t utf-8 {quoted(name)}` "
+            f"({readings}), or leave it out with -s text.exclude={pattern}"
+        )
+        problem += ", unlike other files of the text"
+    else:
+        advice = "auto reads it" if is_auto else readings
+        advice = f" (--encoding {advice})" if advice else " with --encoding"
+        remedy = f"name the encoding of the whole text{advice} or convert it to UTF-8"
+    return f"{problem}; {remedy}{REPLACE_REMEDY if has_few else ''}"
 
 
 def _is_utf8(content: bytes) -> bool:
@@ -873,7 +908,8 @@ def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig())
     found = _find(settings.model_copy(update={"path": str(path)}))
     with opened(found, settings.encoding, max_bytes=max_bytes) as source:
         stretches = [Stretch(file.path) for file in source.files] or [Stretch(source.name)]
-        for text in text_pieces(Segment("", stretches, True, source.stream), settings):
+        segment = Segment("", stretches, True, source.root, source.stream)
+        for text in text_pieces(segment, settings):
             size += len(text)
             if size > MAX_READ_CHARACTERS:
                 raise TextError(
