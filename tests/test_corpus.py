@@ -255,7 +255,7 @@ def test_an_odd_file_among_utf_8_is_converted_or_left_out(
     assert message.endswith("or leave it out with -s text.exclude='old/b 1.txt'")
     assert text_of(load(folder, exclude=["old/b 1.txt"])) == MIXED
     write(b"\x98", "old/b 1.txt")
-    assert "use that, and convert files" in error_message(folder, encoding="ascii")
+    assert "(--encoding auto reads it)" in error_message(folder, encoding="ascii")
     for name in ("a.txt", "old/b 1.txt"):
         write("Все семьи похожи\n".encode("cp1251"), name)
     assert "whole text (--encoding cp1251 reads it as" in error_message(folder)

@@ -217,7 +217,7 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             parts = {
-                split: stack.enter_context(opened(each, settings.encoding, folder))
+                split: stack.enter_context(opened(each, settings, folder))
                 for split, each in {"train": source, **source.held_out}.items()
             }
             if settings.documents == "auto":

@@ -126,8 +126,7 @@ class Source:
             standard input.
         note: a sentence for the user, or "".
         held_out: the sources of the validation and test splits, by split, of a text that has such.
-        root: absolute folder of the files, to which patterns of `text.exclude` are relative. Of an
-            opened source "", unless one of several files begins with UTF-8 that is not ASCII.
+        root: absolute folder of several files, to which patterns of `text.exclude` are relative.
     """
 
     name: str
@@ -158,14 +157,12 @@ class Segment(NamedTuple):
         split: that it is a part of.
         stretches: files, or one part of a large file.
         is_last: whether no other segment of the split follows.
-        root: that of the opened source.
         stream: is read instead of files.
     """
 
     split: str
     stretches: list[Stretch]
     is_last: bool
-    root: str = ""
     stream: IO[bytes] | None = None
 
 
@@ -416,7 +413,10 @@ def _selected(
 
 @contextmanager
 def opened(
-    source: Source, encoding: str, folder: Path | None = None, max_bytes: int = MAX_TEXT_BYTES
+    source: Source,
+    settings: TextConfig,
+    folder: Path | None = None,
+    max_bytes: int = MAX_TEXT_BYTES,
 ) -> Iterator[Source]:
     """Yield a source that can be read more than once, and log what is notable about it.
 
@@ -433,14 +433,19 @@ def opened(
             copy = stack.enter_context(tempfile.TemporaryFile(dir=folder))
             copy_stdin(copy.write, max_bytes)
             source = replace(source, stream=copy)
-        yield _without_others(source, codec_name(encoding))
+        yield _without_others(source, settings)
 
 
-def _without_others(source: Source, codec: str) -> Source:
-    """Return a source without the files that are no text, and log what the files' starts show."""
+def _without_others(source: Source, settings: TextConfig) -> Source:
+    """Return a source without the files that are no text, and log what the files' starts show.
+
+    Raises:
+        TextError: some files begin with UTF-8, and another with a text that is none.
+    """
+    codec, undecodable, has_utf8 = codec_name(settings.encoding), "", False
     files: list[TextFile | None] = [*source.files] or [None]
     problems = dict[TextFile, str]()
-    marked_up, utf8, has_utf8 = list[str](), list[str](), False
+    marked_up, utf8 = list[str](), list[str]()
     for file in files:
         head = next(_read(Stretch(file.path if file else source.name), source.stream))[0]
         name, problem = Path(file.path).name if file else source.name, problem_of(head)
@@ -453,11 +458,20 @@ def _without_others(source: Source, codec: str) -> Source:
             start = head.decode(own_codec, "ignore")
         if MARKUP.match(start):
             marked_up.append(name)
-        if not head.isascii() and _is_utf8(head):
-            has_utf8 = len(files) > 1
-            # latin-1 is the encoding of those who train on bytes
-            if not own_codec.startswith(("utf", "iso8859-1")):
-                utf8.append(name)
+        if head.isascii() or problem:
+            continue
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(head)
+            has_utf8 = True
+        except UnicodeDecodeError as error:
+            if file and own_codec == "utf-8":
+                undecodable = undecodable or _undecodable(
+                    file.path, own_codec, 0, error, source.root
+                )
+            continue
+        # latin-1 is the encoding of those who train on bytes
+        if not own_codec.startswith(("utf", "iso8859-1")):
+            utf8.append(name)
     texts = tuple(file for file in source.files if file not in problems)
     if problems and any(file.size for file in texts):
         first = min(problems)
@@ -466,8 +480,8 @@ def _without_others(source: Source, codec: str) -> Source:
             f"{problems[first]}"
         )
         source = replace(source, files=texts)
-    if not has_utf8:
-        source = replace(source, root="")
+    if has_utf8 and undecodable and settings.encoding_errors == "strict":
+        raise TextError(undecodable)
     if utf8:
         logger.warning(f"{utf8[0]} looks like UTF-8 and is read as {codec}")
     if marked_up:
@@ -543,9 +557,7 @@ def split_source(source: Source, split: str, settings: TextConfig) -> list[Segme
             size += (file.size if end is None else end) - (begin or 0)
     if not source.files:
         segments = [[Stretch(source.name)]]
-    return [
-        Segment(split, each, each is segments[-1], source.root, source.stream) for each in segments
-    ]
+    return [Segment(split, each, each is segments[-1], source.stream) for each in segments]
 
 
 def _find_cuts(file: TextFile, settings: TextConfig) -> Iterator[int]:
@@ -658,7 +670,7 @@ def text_pieces(
         n_stored = places.n_stored
 
     files = (
-        _decode_file(stretch, codec, settings.encoding_errors, chunks(stretch), segment.root)
+        _decode_file(stretch, codec, settings.encoding_errors, chunks(stretch))
         for stretch in segment.stretches
     )
     if settings.newlines == "lf":
@@ -704,7 +716,7 @@ def _codec_of(codec: str, head: bytes) -> str:
 
 
 def _decode_file(
-    stretch: Stretch, codec: str, errors: str, contents: Iterator[bytes], root: str
+    stretch: Stretch, codec: str, errors: str, contents: Iterator[bytes]
 ) -> Iterator[str]:
     """Yield the text of one file's chunks, which may end inside a character, without its BOM."""
     name, offset, _ = stretch  # of the chunk's first byte
@@ -719,7 +731,7 @@ def _decode_file(
         try:
             text = decoder.decode(content, final=not content)
         except UnicodeError as error:
-            raise TextError(_undecodable(name, codec, offset - n_pending, error, root)) from None
+            raise TextError(_undecodable(name, codec, offset - n_pending, error)) from None
         offset += len(content)
         if text:
             yield text.removeprefix(BYTE_ORDER_MARK) if is_start else text
@@ -729,7 +741,7 @@ def _decode_file(
 def _undecodable(name: str, codec: str, offset: int, error: UnicodeError, root: str = "") -> str:
     """Return the message for an error in bytes that begin at `offset` of the file.
 
-    If there is a `root`, that of the segment, no other encoding reads all files of the text.
+    If there is a `root`, that of the source, other files of the text are UTF-8.
     """
     problem, guesses, is_auto, has_few = str(error), list[tuple[str, str]](), False, True
     if isinstance(error, UnicodeDecodeError):
@@ -748,11 +760,6 @@ def _undecodable(name: str, codec: str, offset: int, error: UnicodeError, root: 
         has_few = n_replaced <= MAX_REPLACED * len(content)
     problem = f"{name} is not {codec.upper()} text ({problem})"
     readings = ", ".join(f'{encoding} reads it as "{words}"' for encoding, words in guesses)
-    if root and is_auto:
-        return (
-            f"{problem}, but --encoding auto reads it; use that, and convert files of other "
-            "encodings to UTF-8"
-        )
     if root and readings:
         pattern = quoted(glob.escape(Path(os.path.relpath(name, root)).as_posix()))
         iconv_name = guesses[0][0].replace("_", "-")
@@ -906,10 +913,9 @@ def read_text(path: str | os.PathLike[str], settings: TextConfig = TextConfig())
     size = 0
     max_bytes = 4 * (MAX_READ_CHARACTERS + 1)  # at 4 bytes each, and a byte order mark
     found = _find(settings.model_copy(update={"path": str(path)}))
-    with opened(found, settings.encoding, max_bytes=max_bytes) as source:
+    with opened(found, settings, max_bytes=max_bytes) as source:
         stretches = [Stretch(file.path) for file in source.files] or [Stretch(source.name)]
-        segment = Segment("", stretches, True, source.root, source.stream)
-        for text in text_pieces(segment, settings):
+        for text in text_pieces(Segment("", stretches, True, source.stream), settings):
             size += len(text)
             if size > MAX_READ_CHARACTERS:
                 raise TextError(

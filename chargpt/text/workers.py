@@ -104,7 +104,7 @@ class Workers:
 
         def call(number: int) -> list[Any]:
             known = self.known.get((stage, number))
-            task = [stage, segments[number][:4], fields, known, arguments[number]]
+            task = [stage, segments[number][:3], fields, known, arguments[number]]
             process = idle.get()
             assert process.stdin is not None
             assert process.stdout is not None
@@ -188,8 +188,8 @@ def serve() -> None:
         sys.stdout.flush()
 
     for line in sys.stdin:
-        stage, (split, stretches, is_last, root), fields, known, arguments = json.loads(line)
-        segment = Segment(split, [Stretch(*each) for each in stretches], is_last, root)
+        stage, (split, stretches, is_last), fields, known, arguments = json.loads(line)
+        segment = Segment(split, [Stretch(*each) for each in stretches], is_last)
         settings = TextConfig.model_construct(**fields)
         try:
             for item in PASSES[stage](segment, settings, known, *arguments):

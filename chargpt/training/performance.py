@@ -96,7 +96,7 @@ def sample_corpus(settings: TextConfig, characters: float | None = None) -> Corp
         corpus, scale = load_corpus(settings), 1.0
     else:
         plain = settings.model_copy(update={"documents": None})
-        with opened(replace(source, files=(largest,)), settings.encoding) as each:
+        with opened(replace(source, files=(largest,)), settings) as each:
             text = next(text_pieces(split_source(each, "train", plain)[0], plain))
         corpus = replace(load_corpus(settings, text=text), name=source.name)
         scale = n_bytes / CHUNK_BYTES
