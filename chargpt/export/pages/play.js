@@ -249,17 +249,20 @@ function finish({ next: likely, bigram }) {
 
 function askSuggestions(without = []) {
   excluded = without;
+  element("searching").hidden = false;
   worker.postMessage({ suggest: ++suggestion, tokens: promptTokens(), excluded, count: N_SUGGESTIONS });
 }
 
 function staleSuggestions() {  // those of another text are not wanted
   suggestion++;
+  element("searching").hidden = true;
   for (const button of element("suggestions").children) button.disabled = button !== document.activeElement;
 }
 
 function showSuggestions({ suggest, found }) {
   const hadFocus = element("suggestions").contains(document.activeElement);
   [suggested, suggestedFor] = [found, suggest];
+  element("searching").hidden = true;
   const buttons = found.map(({ tokens: of, prob }) => {
     const button = document.createElement("button"), words = textOf(of);
     button.type = "button";
