@@ -266,7 +266,7 @@ function rewind(prompt) {  // keeps what the cache shares with a prompt; returns
   return first;
 }
 
-function* generate(request) {  // prefill, then sampling; yields a record of each token, then none; returns what is shown at the end
+function* generate(request) {  // prefill, then sampling; yields the record of a token or nothing; returns what the end shows
   for (let i = rewind(request.tokens); i < request.tokens.length; i++) yield feed(request.tokens[i], false);
   for (let count = 0; count < request.length; count += state === 0) {
     const scores = logits ?? new Float64Array(V);
@@ -278,7 +278,7 @@ function* generate(request) {  // prefill, then sampling; yields a record of eac
   return { next, bigram: pageData.bigram && request.length ? yield* generateBigram(request) : null };
 }
 
-function* generateBigram(request) {  // yields after each token; returns the continuation by the bigram of the training split
+function* generateBigram(request) {  // yields after each token; returns the tokens by the bigram of the training split
   const found = [];
   let last = request.tokens.at(-1), from = 0;
   for (let count = 0; count < request.length; count += from === 0) {
