@@ -47,6 +47,7 @@ TOKENIZERS = {
     "documents": CharTokenizer("\n abcdeé", eos_token="\n"),
     "bytes": CharTokenizer("\n abcdeé字", has_bytes=True),
     "unknown": CharTokenizer("\n abcdeé", has_unknown=True),
+    "signs": CharTokenizer.fit("\n \x1b\u200eab"),
     "large": CharTokenizer.fit("\n " + "".join(map(chr, range(0x4E00, 0x4E00 + 4000)))),
 }
 PROMPTS = {"russian": "дом", "hebrew": "שלום", "bytes": "aж😀", "emoji": "字😀", "hostile": MARKUP}
@@ -393,6 +394,19 @@ def test_graphemes_stay_whole_and_each_of_their_characters_can_be_chosen(player:
         assert page.summary.startswith(f"{character}: ")
         assert page.find("#view .at").text_content() in ("👩🏽\u200d😀", "a")
         page.find("#view").press("ArrowRight")
+
+
+def test_control_and_format_characters_are_drawn_by_name_whatever_the_fonts_hold(
+    player: Open,
+) -> None:
+    page = player("signs")
+    page.set(prompt="a\x1b\u200eb")
+    page.find("#view span").nth(4).wait_for()
+    assert page.find("#view span:not(#end)").all_text_contents() == ["a", "␛", "\u200e", "b"]
+    script = "(nodes) => nodes.map((node) => getComputedStyle(node, '::before').content)"
+    assert page.find("#view .sign").evaluate_all(script) == ['"ESC"', '"U+200E"']
+    page.choose(1)
+    assert page.find("#predictions p .sign").evaluate_all(script) == ['"ESC"']
 
 
 def test_texts_and_names_run_nothing(player: Open, monkeypatch: pytest.MonkeyPatch) -> None:
