@@ -36,7 +36,7 @@ def test_only_characters_on_their_own_are_displayed_as_signs() -> None:
 
 
 def test_every_space_has_a_name_of_its_own() -> None:
-    names = {" ": "space", "\n": "line end", "\u3000": "U+3000", "\ue000": "U+E000", "\r": "␍"}
+    names = {" ": "space", "\n": "line end", "\u3000": "U+3000", "\ue000": "U+E000", "\r": "CR"}
     assert {character: name_of(character) for character in names} == names
     signs = {" ": "␣", "\u3000": "U+3000", "\ue000": "U+E000", "a": "a", "\x1e": "■"}
     assert {character: sign_or_code(character) for character in signs} == signs

@@ -47,6 +47,8 @@ TOKENIZERS = {
     "documents": CharTokenizer("\n abcdeé", eos_token="\n"),
     "bytes": CharTokenizer("\n abcdeé字", has_bytes=True),
     "unknown": CharTokenizer("\n abcdeé", has_unknown=True),
+    "signs": CharTokenizer.fit("\n \x1b\u200eab"),
+    "large": CharTokenizer.fit("\n " + "".join(map(chr, range(0x4E00, 0x4E00 + 4000)))),
 }
 PROMPTS = {"russian": "дом", "hebrew": "שלום", "bytes": "aж😀", "emoji": "字😀", "hostile": MARKUP}
 SLOW: dict[str, Any] = {"n_layer": 4, "n_embd": 128}  # ten seconds for 10,000 characters
@@ -202,6 +204,24 @@ def test_the_seed_decides_a_text_however_often_it_is_continued(player: Open) -> 
     assert page.write("ab", temperature=2, top_k=1) == page.write("ab", temperature=0)
     without = [page.write("ab", temperature=2, seed="", top_k="") for _ in range(2)]
     assert without[0] != without[1]
+
+
+@pytest.mark.parametrize("k", [1, 7, 40, 4000, 4002])
+def test_top_k_keeps_the_most_probable_tokens_and_the_first_of_equal_ones(
+    player: Open, k: int
+) -> None:
+    page = player("large")
+    page.find(".alternatives button").first.wait_for()
+    probs = np.random.default_rng(k).integers(0, 30, 4002)  # each about 130 times
+    kept = np.zeros_like(probs)
+    best = np.argsort(-probs, kind="stable")[:k]
+    kept[best] = probs[best]
+    script = """([probs, k]) => {
+        const kept = Float64Array.from(probs);
+        keepHighest(kept, k);
+        return [...kept];
+    }"""
+    assert page.page.workers[0].evaluate(script, [probs.tolist(), k]) == kept.tolist()
 
 
 def test_the_uniform_numbers_of_sampling_are_uniform_and_independent(player: Open) -> None:
@@ -376,6 +396,19 @@ def test_graphemes_stay_whole_and_each_of_their_characters_can_be_chosen(player:
         page.find("#view").press("ArrowRight")
 
 
+def test_control_and_format_characters_are_drawn_by_name_whatever_the_fonts_hold(
+    player: Open,
+) -> None:
+    page = player("signs")
+    page.set(prompt="a\x1b\u200eb")
+    page.find("#view span").nth(4).wait_for()
+    assert page.find("#view span:not(#end)").all_text_contents() == ["a", "␛", "\u200e", "b"]
+    script = "(nodes) => nodes.map((node) => getComputedStyle(node, '::before').content)"
+    assert page.find("#view .sign").evaluate_all(script) == ['"ESC"', '"U+200E"']
+    page.choose(1)
+    assert page.find("#predictions p .sign").evaluate_all(script) == ['"ESC"']
+
+
 def test_texts_and_names_run_nothing(player: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "<img src=x onerror=window.ran=1>'\"&\u202e\u2028{{ 7*7 }}"
     use_text(monkeypatch, TOKENIZERS["hostile"], "<i>" * 100)
@@ -483,6 +516,7 @@ def suggestions(page: Player) -> list[tuple[str, float]]:
         ("emoji", "字a的 "),
         ("bytes", "aж "),
         ("latin", ""),
+        ("large", "上下"),
     ],
 )
 def test_suggestions_are_those_of_the_library(player: Open, kind: str, text: str) -> None:
@@ -547,3 +581,39 @@ def test_suggesting_changes_nothing_that_the_model_writes(player: Open, block_si
     assert page.write(prompt) == greedy(page.run, prompt)
     page.page.evaluate("() => askSuggestions()")  # and those of the new text are not disturbed
     assert bool(suggestions(page)) == (block_size > 1)
+
+
+def test_the_page_says_that_it_searches_until_there_are_suggestions_or_another_request(
+    player: Open,
+) -> None:
+    page = player()
+    page.set(prompt="the light")
+    suggestions(page)
+    script = """() => {
+        const notice = element("searching"), hidden = [notice.hidden];
+        askSuggestions();
+        hidden.push(notice.hidden);
+        form.requestSubmit();
+        return [...hidden, notice.hidden];
+    }"""
+    assert page.page.evaluate(script) == [True, False, True]
+    page.wait()
+    suggestions(page)
+    assert page.find("#searching").is_hidden()
+
+
+def test_requests_are_received_between_the_steps_of_a_search_and_of_the_bigram(
+    player: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_text(monkeypatch, TOKENIZERS["large"], "上下\n" * 20)
+    page = player("large")
+    page.set(prompt="上")
+    suggestions(page)
+    script = """() => {
+        const sampling = { length: 50, seed: 1, temperature: 1, topK: Infinity };
+        const request = { tokens, excluded: [], count: 5, ...sampling };
+        return [search, generateBigram].map((steps) => [...steps(request)].length);
+    }"""
+    n_search, n_bigram = page.page.workers[0].evaluate(script)
+    assert n_search >= 1 + 15 + 15  # passes over the vocabulary, and over the model between them
+    assert n_bigram == 50

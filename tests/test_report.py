@@ -657,3 +657,60 @@ def test_a_gap_is_over_fitting_if_neither_too_few_epochs_nor_unlike_splits_expla
         changes = f"the validation loss changed by {-fall:+.2f} nats, the training loss by -0.50: "
         advice = "more steps may help the gpt." if is_learning else "it over-fits; more text or a"
         assert (changes + advice in printed) == over_fits
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run on lines of both directions, with control characters and CR LF."""
+    folder = tmp_path_factory.mktemp("mixed")
+    lines = ("a\x1b[1mb", "שלום, a line", "\0 and \u200e", "Latin, a line")
+    (folder / "mixed.txt").write_bytes(("\r\n".join(lines) + "\r\n").encode() * 40)
+    return reported(folder, folder / "mixed.txt")
+
+
+def test_control_and_format_characters_are_drawn_by_name_whatever_the_fonts_hold(
+    browser: Any, mixed: Path
+) -> None:
+    page = browser.new_page()
+    page.goto((mixed / "mine/report.html").as_uri())
+    spans = page.locator("#passage span")
+    names = {"␛": "ESC", "␀": "NUL", "␍": "CR", "\u200e": "U+200E"}
+    for sign, name in names.items():
+        index = spans.all_text_contents().index(sign)
+        drawn = (
+            spans.nth(index)
+            .locator(".sign")
+            .evaluate("(node) => getComputedStyle(node, '::before').content")
+        )
+        assert drawn == f'"{name}"'
+        spans.nth(index).hover()
+        assert page.locator("#top-characters p").text_content().startswith(f"{name}: ")
+    # in samples and tables too
+    script = """(signs) => {
+        const main = document.querySelector("main"), bare = [];
+        const texts = document.createTreeWalker(main, NodeFilter.SHOW_TEXT);
+        while (texts.nextNode()) {
+            const { parentElement: parent, data } = texts.currentNode;
+            const hasSign = signs.some((sign) => data.includes(sign));
+            if (hasSign && !parent.matches(".sign, svg *")) bare.push(data);
+        }
+        return bare;
+    }"""
+    assert page.evaluate(script, list(names)) == []
+    page.close()
+
+
+def test_each_line_of_a_passage_or_sample_has_its_own_direction(browser: Any, mixed: Path) -> None:
+    page = browser.new_page()
+    page.goto((mixed / "mine/report.html").as_uri())
+    content = page.locator("#passage span").all_text_contents()
+    box = page.locator("#passage").bounding_box()
+    middle = box["x"] + box["width"] / 2
+    for character, is_right in (("ש", True), ("L", False)):
+        first = page.locator("#passage span").nth(content.index(character)).bounding_box()
+        assert (first["x"] > middle) == is_right
+    blocks = page.locator(".text, .text div").all()
+    assert len(blocks) > 3
+    for block in blocks:
+        assert block.evaluate("(node) => getComputedStyle(node).unicodeBidi") == "plaintext"
+    page.close()

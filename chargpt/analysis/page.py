@@ -2,16 +2,18 @@
 
 import base64
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from chargpt.outputs import MARK, with_digest
-from chargpt.text.display import printable
+from chargpt.text.display import CONTROL_NAMES, FIRST_CONTROL_PICTURE, FORMATS, printable
 
 PAGES = Path(__file__).parent / "pages"
+INVISIBLE = re.compile(f"[\u2400-\u241f]|{FORMATS.pattern}")
 
 
 def render(
@@ -38,6 +40,7 @@ def render(
         finalize=_shown,
         trim_blocks=True,
     )
+    pages.filters["signs"] = signs
     code = "" if script is None else (folder / script).read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     source = f"'sha256-{digest}'" if code else "'none'"
@@ -49,6 +52,21 @@ def render(
 
 def _shown(value: object) -> object:
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def signs(text: str) -> Markup:
+    """Return a text as HTML in which control and format characters are drawn as names or codes.
+
+    The fonts of many systems lack the signs of control characters.
+    """
+
+    def drawn(found: re.Match[str]) -> str:
+        is_format = FORMATS.match(found[0])
+        code = ord(found[0])
+        name = f"U+{code:04X}" if is_format else CONTROL_NAMES[code - FIRST_CONTROL_PICTURE]
+        return f'<i class="sign" data-name="{name}">{found[0]}</i>'
+
+    return Markup(INVISIBLE.sub(drawn, escape(printable(text))))
 
 
 def encoded(page: str) -> bytes:

@@ -18,7 +18,14 @@ from chargpt.inference.evaluation import block_windows, iter_logits, sliding_win
 from chargpt.models import LanguageModel
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
-from chargpt.text.display import display_char, display_text, graphemes, sign_or_code
+from chargpt.text.display import (
+    CONTROL_NAMES,
+    FORMATS,
+    display_char,
+    display_text,
+    graphemes,
+    sign_or_code,
+)
 from chargpt.text.source import RECORD_SEPARATOR
 from chargpt.text.tokenizer import CharTokenizer, Tokens
 
@@ -189,8 +196,9 @@ def surprisal(run: Run, corpus: Corpus) -> dict[str, Any]:
 def display_grapheme(grapheme: str, scored: list[ScoredCharacter]) -> dict[str, Any]:
     """Return how a grapheme is displayed: its colour is that of its highest surprisal."""
     bits = max(each.bits for each in scored)
+    is_format = FORMATS.fullmatch(grapheme)  # which the page names
     return {
-        "text": display_text(grapheme, keep_spaces=True),
+        "text": grapheme if is_format else display_text(grapheme, keep_spaces=True),
         # its visible sign stands before the line break
         "ends_line": grapheme in ("\n", RECORD_SEPARATOR),
         "level": sum(bits >= level for level in SURPRISAL_BITS),
@@ -225,4 +233,7 @@ def highest_surprisal(
 def name_of(character: str) -> str:
     """Return a character as it is named in a sentence."""
     names = {" ": "space", "\n": "line end", "\t": "tab"}
-    return names.get(character) or sign_or_code(character)
+    if character in names:
+        return names[character]
+    is_control = character < " " and character != RECORD_SEPARATOR
+    return CONTROL_NAMES[ord(character)] if is_control else sign_or_code(character)

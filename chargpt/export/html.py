@@ -29,7 +29,7 @@ from chargpt.models.ngram import BIGRAM_ALPHA
 from chargpt.outputs import write_new, write_output
 from chargpt.store.run import Run
 from chargpt.text.corpus import PairCounts
-from chargpt.text.display import display_text
+from chargpt.text.display import CONTROL_NAMES, display_text
 from chargpt.text.tokenizer import TRANSITIONS
 
 MAX_DIVERGENCE = 0.002  # in nats, by the rounding of the weights
@@ -115,6 +115,7 @@ def page_data(run: Run, weights: dict[str, Tensor]) -> dict[str, Any]:
         "eos_token_id": tokenizer.eos_token_id if tokenizer.eos_token else None,
         "bos_text": tokenizer.bos_text,
         "prompt": run.config.sample.prompt,
+        "control_names": CONTROL_NAMES,
         "counts": None,
         "bigram": None,
     }

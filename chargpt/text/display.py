@@ -18,8 +18,13 @@ ZWJ = "\N{ZERO WIDTH JOINER}"
 CONTROLS = "\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff"
 CONTROL = re.compile(f"[{CONTROLS}\n\u2028\u2029]")  # in a line
 UNSAFE = re.compile(f"[{CONTROLS}\u202a-\u202e\u2066-\u2069]")  # or reorders the text around it
+FORMATS = re.compile("[\xad\u061c\u200b\u200e\u200f\u2060-\u2064\ufeff]")  # outside graphemes
 LINE_END = re.compile("[\r\x85\u2028\u2029]|\n(?!  chargpt )")  # but before a command to copy
 FIRST_CONTROL_PICTURE = 0x2400  # Unicode's signs of the control characters, in their order
+CONTROL_NAMES = (
+    "NUL SOH STX ETX EOT ENQ ACK BEL BS HT LF VT FF CR SO SI "
+    "DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US"
+).split()
 
 
 def graphemes(text: str) -> list[tuple[int, int]]:

@@ -65,10 +65,13 @@ function textOf(ofTokens, from = 0) {
   return characters(ofTokens, from).map((each) => each.text).join("");
 }
 
+const FORMATS = /[\xad\u061c\u200b\u200e\u200f\u2060-\u2064\ufeff]/;  // as in chargpt/text/display.py
+
 function displayChar(character) {  // of one that is invisible, or would join its neighbours
   const signs = { "\n": "\u23ce", "\t": "\u21e5", "\x1e": "\u25a0", "\u200d": "ZWJ", "\ufe0f": "VS16" };
   if (/^\p{M}$/u.test(character)) return signs[character] ?? `\u25cc${character}`;
   if (character < " ") return signs[character] ?? String.fromCharCode(0x2400 + character.charCodeAt(0));
+  if (FORMATS.test(character)) return character;  // which is drawn by its code
   return signs[character] ?? (/^[\p{C}\p{Zl}\p{Zp}]$/u.test(character) ? "\ufffd" : character);
 }
 
@@ -87,8 +90,19 @@ function name(token) {
 
 function isolated(words) {  // so that their direction does not change the sentence around them
   const node = document.createElement("bdi");
-  node.textContent = words;
+  node.append(...drawn(words));
   return node;
+}
+
+function drawn(words) {  // nodes that draw control and format characters by name, because fonts lack their signs
+  return words.split(new RegExp(`([\\u2400-\\u241f]|${FORMATS.source})`)).map((part, index) => {
+    if (index % 2 === 0) return part;
+    const node = document.createElement("i"), code = part.charCodeAt(0);
+    node.className = "sign";
+    node.dataset.name = FORMATS.test(part) ? `U+${code.toString(16).toUpperCase().padStart(4, "0")}` : pageData.control_names[code - 0x2400];
+    node.textContent = part;
+    return node;
+  });
 }
 
 // --- the text as graphemes
@@ -105,7 +119,7 @@ function draw(from) {  // those of the tokens from an index on; the one before m
       size += found[which].text.length;
       span.to = found[which].to;
     }
-    span.node.textContent = shown(segment);
+    span.node.append(...drawn(shown(segment)));
     span.node.dataset.token = span.from;
     for (let token = span.from; token < span.to; token++) owners[token] = span;
     spans.push(span);
@@ -230,7 +244,7 @@ function finish({ next: likely, bigram }) {
   next = likely;
   if (bigram) {
     const segments = [...graphemes.segment(textOf(bigram))].map((each) => shown(each.segment));
-    element("bigram-text").textContent = segments.join("");
+    element("bigram-text").replaceChildren(...drawn(segments.join("")));
   }
   if (isWriting) {
     const seconds = (performance.now() - began) / 1000, sampled = records.slice(writtenFrom);
@@ -249,17 +263,20 @@ function finish({ next: likely, bigram }) {
 
 function askSuggestions(without = []) {
   excluded = without;
+  element("searching").hidden = false;
   worker.postMessage({ suggest: ++suggestion, tokens: promptTokens(), excluded, count: N_SUGGESTIONS });
 }
 
 function staleSuggestions() {  // those of another text are not wanted
   suggestion++;
+  element("searching").hidden = true;
   for (const button of element("suggestions").children) button.disabled = button !== document.activeElement;
 }
 
 function showSuggestions({ suggest, found }) {
   const hadFocus = element("suggestions").contains(document.activeElement);
   [suggested, suggestedFor] = [found, suggest];
+  element("searching").hidden = true;
   const buttons = found.map(({ tokens: of, prob }) => {
     const button = document.createElement("button"), words = textOf(of);
     button.type = "button";

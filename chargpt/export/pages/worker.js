@@ -4,9 +4,10 @@
 // size, S = cached tokens. A matrix is (outputs, inputs), row by row, as in PyTorch.
 const N_TOP = 8;  // most likely tokens that are reported
 const N_BEAMS = 15, WORDS_AHEAD = 2, TOKENS_AHEAD = 24;  // of suggestions: words or at most tokens
+const SEPARATOR = 0, LETTER = 1, WHOLE_WORD = 2, APOSTROPHE = 3;  // kinds of tokens
 const CHUNK_MS = 20;  // between two messages to the page, when those from it are received
 const MAX_ATTENTION_BYTES = 1 << 27;  // of the attention weights that are kept, of the last tokens
-let pageData, vocabulary, kinds, nCharacters, weight, L, C, H, D, K, V, cos, sin, keys, values;
+let pageData, vocabulary, kinds, nextStates, nCharacters, weight, L, C, H, D, K, V, cos, sin, keys, values;
 let tokens = [], attentionRows = [];  // all tokens read; {start, size = S, weights (L, H, S)} of each
 let length = 0;  // cached tokens
 let logits = null;  // of the next token, (V); null if the text has not begun
@@ -18,7 +19,9 @@ function load({ pageData: given, weights }) {
   ({ n_layer: L, n_embd: C, n_head: H, block_size: K } = pageData.model);
   vocabulary = [...pageData.tokenizer.characters];
   [D, V, nCharacters] = [C / H, pageData.vocab_size, vocabulary.length];
-  kinds = Array.from({ length: V }, (_, token) => kindOf(token));
+  kinds = Uint8Array.from({ length: V }, (_, token) => kindOf(token));  // (V)
+  const nStates = 1 + Math.max(...pageData.transitions.map(([from]) => from));
+  nextStates = Int8Array.from({ length: nStates * V }, (_, i) => stateAfter(Math.floor(i / V), i % V));  // (states, V)
   const table = Float32Array.from({ length: 1 << 16 }, (_, bits) => halfToFloat(bits));
   const bytes = atob(weights), all = new Float32Array(bytes.length / 2);
   for (let i = 0; i < all.length; i++) all[i] = table[bytes.charCodeAt(2 * i) | (bytes.charCodeAt(2 * i + 1) << 8)];
@@ -147,23 +150,42 @@ function feed(token, isSampled) {  // appends a token; returns its surprisal in 
 }
 
 function softmax(scores) {
-  const max = scores.reduce((a, b) => Math.max(a, b)), probs = scores.map((score) => Math.exp(score - max));
-  const sum = probs.reduce((a, b) => a + b);
-  return probs.map((prob) => prob / sum);
+  const probs = new Float64Array(V);
+  let max = -Infinity, sum = 0;
+  for (let token = 0; token < V; token++) if (scores[token] > max) max = scores[token];
+  for (let token = 0; token < V; token++) sum += probs[token] = Math.exp(scores[token] - max);
+  for (let token = 0; token < V; token++) probs[token] /= sum;
+  return probs;
+}
+
+class Highest {  // the values with the `limit` highest keys, in descending order; of equal keys the first added
+  constructor(limit) {
+    [this.limit, this.keys, this.values] = [limit, [], []];
+  }
+
+  admits(key) {  // asked before a value is made, because few of the V tokens are admitted
+    return this.keys.length < this.limit || key > this.keys[this.limit - 1];
+  }
+
+  add(key, value) {
+    const lower = this.keys.findIndex((other) => key > other), place = lower < 0 ? this.keys.length : lower;
+    this.keys.splice(place, 0, key);
+    this.values.splice(place, 0, value);
+    this.keys.length = this.values.length = Math.min(this.keys.length, this.limit);
+  }
 }
 
 function top(probs) {  // [token, probability, may it come here], the most likely first
-  const best = [];
-  for (let token = 0; token < V; token++) {
-    if (best.length === N_TOP && probs[token] <= probs[best[N_TOP - 1]]) continue;
-    const place = best.findIndex((other) => probs[token] > probs[other]);
-    best.splice(place < 0 ? best.length : place, 0, token);
-    best.length = Math.min(best.length, N_TOP);
-  }
-  return best.map((token) => [token, probs[token], follow(state, token) >= 0]);
+  const best = new Highest(N_TOP);
+  for (let token = 0; token < V; token++) if (best.admits(probs[token])) best.add(probs[token], token);
+  return best.values.map((token) => [token, probs[token], follow(state, token) >= 0]);
 }
 
 function follow(from, token) {  // the state of UTF-8 after a token, -1 where it may not come
+  return nextStates[from * V + token];
+}
+
+function stateAfter(from, token) {  // that `follow` looks up
   const byte = token - nCharacters;
   if (byte < 0) return from === 0 ? 0 : -1;
   const value = pageData.bytes[byte];  // none for the unknown token
@@ -172,20 +194,45 @@ function follow(from, token) {  // the state of UTF-8 after a token, -1 where it
 }
 
 function sample(scores, from, uniform, { temperature, topK }) {  // as chargpt/inference/generation.py
-  let best = -1;
-  const allowed = scores.map((_, token) => follow(from, token) >= 0 ? 1 : 0);
+  let best = -1, sum = 0;
   for (let token = 0; token < V; token++) {
-    if (allowed[token] && (best < 0 || scores[token] > scores[best])) best = token;
+    if (follow(from, token) >= 0 && (best < 0 || scores[token] > scores[best])) best = token;
   }
   if (temperature === 0) return best;
-  const probs = scores.map((score, token) => allowed[token] && Math.exp((score - scores[best]) / temperature));
-  if (topK < V) {
-    const order = Array.from(probs.keys()).sort((a, b) => probs[b] - probs[a] || a - b);
-    for (const token of order.slice(topK)) probs[token] = 0;
+  const probs = new Float64Array(V);
+  for (let token = 0; token < V; token++) {
+    if (follow(from, token) >= 0) probs[token] = Math.exp((scores[token] - scores[best]) / temperature);
   }
-  let rest = uniform * probs.reduce((a, b) => a + b);
+  if (topK < V) keepHighest(probs, topK);
+  for (let token = 0; token < V; token++) sum += probs[token];
+  let rest = uniform * sum;
   for (let token = 0; token < V; token++) if ((rest -= probs[token]) < 0) return token;
   return best;
+}
+
+function keepHighest(probs, k) {  // and sets the others to 0; of equal ones the first are kept
+  const least = kthHighest(probs.slice(), k);
+  let nEqual = k;
+  for (let token = 0; token < V; token++) nEqual -= probs[token] > least;
+  for (let token = 0; token < V; token++) {
+    if (probs[token] < least || (probs[token] === least && nEqual-- <= 0)) probs[token] = 0;
+  }
+}
+
+function kthHighest(numbers, k) {  // quickselect, which reorders them
+  for (let low = 0, high = numbers.length - 1; low < high;) {
+    const pivot = numbers[(low + high) >> 1];
+    let i = low, j = high;
+    while (i <= j) {
+      while (numbers[i] > pivot) i++;
+      while (numbers[j] < pivot) j--;
+      if (i <= j) [numbers[i++], numbers[j--]] = [numbers[j], numbers[i]];
+    }
+    if (k - 1 <= j) high = j;
+    else if (k - 1 >= i) low = i;
+    else break;
+  }
+  return numbers[k - 1];
 }
 
 function uniform(seed, index) {  // in [0, 1), a hash of both (the finaliser of MurmurHash3)
@@ -219,17 +266,19 @@ function rewind(prompt) {  // keeps what the cache shares with a prompt; returns
   return first;
 }
 
-function* generate(request) {  // prefill, then sampling; yields a record of each token
+function* generate(request) {  // prefill, then sampling; yields the record of a token or nothing; returns what the end shows
   for (let i = rewind(request.tokens); i < request.tokens.length; i++) yield feed(request.tokens[i], false);
   for (let count = 0; count < request.length; count += state === 0) {
     const scores = logits ?? new Float64Array(V);
     const token = sample(scores, state, uniform(request.seed, tokens.length), request);
-    if (token === pageData.eos_token_id) return;  // the document ends
+    if (token === pageData.eos_token_id) break;  // the document ends
     yield feed(token, true);
   }
+  const next = logits ? top(softmax(logits)) : [];
+  return { next, bigram: pageData.bigram && request.length ? yield* generateBigram(request) : null };
 }
 
-function generateBigram(request) {  // the continuation by the bigram of the training split
+function* generateBigram(request) {  // yields after each token; returns the tokens by the bigram of the training split
   const found = [];
   let last = request.tokens.at(-1), from = 0;
   for (let count = 0; count < request.length; count += from === 0) {
@@ -239,41 +288,43 @@ function generateBigram(request) {  // the continuation by the bigram of the tra
     if (last === pageData.eos_token_id) break;
     found.push(last);
     from = follow(from, last);
+    yield;
   }
   return found;
 }
 
 // --- suggestions: beam search for the most probable words ahead, on a copy of the state
 
-function kindOf(token) {  // 2: a word of its own, 1: part of a word, 0: neither, apostrophe: within one
+function kindOf(token) {
   const character = token < nCharacters ? vocabulary[token] : "a";  // bytes spell letters, mostly
-  if (/[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]/u.test(character)) return 2;
-  return /[\p{L}\p{M}\p{N}_]/u.test(character) ? 1 : "'\u2019".includes(character) ? "apostrophe" : 0;
+  if (/[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]/u.test(character)) return WHOLE_WORD;
+  return /[\p{L}\p{M}\p{N}_]/u.test(character) ? LETTER : "'\u2019".includes(character) ? APOSTROPHE : SEPARATOR;
 }
 
-function* search({ tokens: prompt, excluded, count }) {  // yields between forward passes; returns {tokens, prob}
+function* search({ tokens: prompt, excluded, count }) {  // yields between passes over the model or the vocabulary; returns {tokens, prob}
   for (let i = rewind(prompt); i < prompt.length; i++) yield feed(prompt[i], false);
   if (K - length < Math.min(TOKENS_AHEAD, Math.floor(K / 2))) {  // read half a block anew, to make room
     const half = prompt.slice(-Math.floor(K / 2)), whole = half.findIndex((token) => token < pageData.first_continuation_id);
     [length, tokens, state] = [0, [], 0];
     for (const token of half.slice(Math.max(0, whole))) yield feed(token, false);
   }
-  const start = length, found = [];
+  const start = length, found = new Highest(count);
   const complete = (of, logProb) => {
-    if (of.length && !excluded.includes(of.join())) found.push({ tokens: of, prob: Math.exp(logProb) });
-    found.sort((a, b) => b.prob - a.prob);
+    if (of.length && !excluded.includes(of.join())) found.add(logProb, of);
   };
   let beams = logits ? [{ tokens: [], logProb: 0, words: 0, isInWord: false, state, scores: logits, rows: [] }] : [];
   for (let ahead = 0; beams.length; ahead++) {
-    let candidates = beams.flatMap((beam) => extend(beam, complete));
-    candidates.sort((a, b) => b.logProb - a.logProb);
-    candidates = candidates.slice(0, N_BEAMS);
-    if (!candidates.length || Math.exp(candidates[0].logProb) <= (found[count - 1]?.prob ?? 0)) break;
+    const longer = new Highest(N_BEAMS);
+    for (const beam of beams) {
+      extend(beam, longer, found, complete);
+      yield;
+    }
+    if (!longer.keys.length || !found.admits(longer.keys[0])) break;
     if (ahead === Math.min(TOKENS_AHEAD, K - start)) {
       for (const { tokens: of, logProb } of beams) complete(of, logProb);
       break;
     }
-    for (const each of candidates) {
+    for (const each of longer.values) {
       each.rows.forEach((row, i) => [...keys, ...values][i].set(row, start * C));
       length = start + ahead;
       each.scores = forward(each.tokens.at(-1));
@@ -281,25 +332,29 @@ function* search({ tokens: prompt, excluded, count }) {  // yields between forwa
       each.rows = [...keys, ...values].map((cached) => cached.slice(start * C, length * C));
       yield;
     }
-    beams = candidates;
+    beams = longer.values;
   }
-  return found.slice(0, count);
+  return found.values.map((of, i) => ({ tokens: of, prob: Math.exp(found.keys[i]) }));
 }
 
-function extend(beam, complete) {  // returns the beams one token longer, and completes those whose words end
-  const probs = softmax(beam.scores.map((score, token) => follow(beam.state, token) >= 0 ? score : -Infinity)), longer = [];
+function extend(beam, longer, found, complete) {  // adds the beams one token longer, and completes those whose words end
+  const probs = softmax(beam.scores.map((score, token) => follow(beam.state, token) >= 0 ? score : -Infinity));
   let ending = 0;
   for (let token = 0; token < V; token++) {
     if (!probs[token]) continue;
-    const logProb = beam.logProb + Math.log(probs[token]), kind = kinds[token];
-    const isLetter = kind === 1 || (kind === "apostrophe" && beam.isInWord);
-    const words = beam.words + (kind === 2 || (isLetter && !beam.isInWord)), of = [...beam.tokens, token];
-    if (token === pageData.eos_token_id || (beam.isInWord && beam.words === WORDS_AHEAD && !isLetter)) ending += probs[token];
-    else if (kind === 2 && words === WORDS_AHEAD) complete(of, logProb);
-    else longer.push({ ...beam, tokens: of, logProb, words, isInWord: isLetter, state: follow(beam.state, token) });
+    const kind = kinds[token], isLetter = kind === LETTER || (kind === APOSTROPHE && beam.isInWord);
+    if (token === pageData.eos_token_id || (beam.isInWord && beam.words === WORDS_AHEAD && !isLetter)) {
+      ending += probs[token];
+      continue;
+    }
+    const words = beam.words + (kind === WHOLE_WORD || (isLetter && !beam.isInWord));
+    const isComplete = kind === WHOLE_WORD && words === WORDS_AHEAD, logProb = beam.logProb + Math.log(probs[token]);
+    if (!(isComplete ? found : longer).admits(logProb)) continue;
+    const of = [...beam.tokens, token];
+    if (isComplete) complete(of, logProb);
+    else longer.add(logProb, { ...beam, tokens: of, logProb, words, isInWord: isLetter, state: follow(beam.state, token) });
   }
   if (ending) complete(beam.tokens, beam.logProb + Math.log(ending));
-  return longer;
 }
 
 function exchange(other) {  // the state for another; returns the one before
@@ -335,14 +390,13 @@ async function run(request) {
   const records = generate(request), pause = newPause();
   for (let isDone = false; !isDone && active === request.id; await pause()) {
     const batch = [], end = performance.now() + CHUNK_MS;
-    while (!isDone && performance.now() < end) {
-      const { value, done } = records.next();
-      if (value) batch.push(value);
-      isDone = done;
+    let step = {};
+    while (!step.done && performance.now() < end) {
+      step = records.next();
+      if (!step.done && step.value) batch.push(step.value);
     }
-    const next = isDone && logits ? top(softmax(logits)) : [];
-    const bigram = isDone && pageData.bigram && request.length ? generateBigram(request) : null;
-    postMessage({ id: request.id, batch, isDone, next, bigram });
+    isDone = Boolean(step.done);
+    postMessage({ id: request.id, batch, isDone, ...(isDone && step.value) });
   }
 }
 
