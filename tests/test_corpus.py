@@ -252,10 +252,18 @@ def test_an_odd_file_among_utf_8_is_converted_or_left_out(
     message = error_message(folder)
     assert message.startswith(f"{odd} is not UTF-8 text (byte 0xC2 ")
     assert f"`iconv -f cp1251 -t utf-8 '{odd}'`" in message
-    assert message.endswith("or leave it out with -s text.exclude='old/b 1.txt'")
+    assert message.endswith("""or leave it out with -s text.exclude='["old/b 1.txt"]'""")
+    second = write("Счастье\n".encode("cp1251"), "old/[c], 2.txt")
+    assert message != error_message(folder)
+    assert error_message(folder).endswith("""text.exclude='["old/[[]c], 2.txt", "old/b 1.txt"]'""")
+    second.unlink()
+    packed = write(gzip.compress("Счастье\n".encode("cp1251")), "c.txt.gz")
+    assert f"`zcat {packed} | iconv -f cp1251 -t utf-8`" in error_message(folder)
+    packed.unlink()
     assert text_of(load(folder, exclude=["old/b 1.txt"])) == MIXED
     write(b"\x98", "old/b 1.txt")
     assert "(--encoding auto reads it)" in error_message(folder, encoding="ascii")
+    assert "is not IDNA text" in error_message(folder, encoding="idna")  # which replaces nothing
     for name in ("a.txt", "old/b 1.txt"):
         write("Все семьи похожи\n".encode("cp1251"), name)
     assert "whole text (--encoding cp1251 reads it as" in error_message(folder)

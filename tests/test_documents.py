@@ -190,22 +190,29 @@ def test_one_document_cannot_be_split(documents: str) -> None:
 
 
 def test_a_separator_that_a_text_lacks_is_named_as_the_cause(tmp_path: Path) -> None:
-    paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    for path in paths:
-        path.write_text("the sea " * 2000)
-        found = load_corpus(TextConfig(path=str(tmp_path), documents="\n***\n"))
-        name = f"{tmp_path.name}/"
-        message = (
-            rf"text.documents='\n***\n' separates nothing in {name}; set it to null for one text "
-            "in its order, or to what separates its documents"
-        )
-        assert warn_of_list(found) == message
-        assert not warn_of_length(found)
-        with pytest.raises(TextError, match=f"^{re.escape(message)}$"):
-            found.require_blocks(20_000)
-    paths[0].write_text("the sea\n***\nthe sea")
-    found = load_corpus(TextConfig(path=str(tmp_path), documents="\n***\n"))
-    assert not found.unused_separator
+    path, other = tmp_path / "a.txt", tmp_path / "b.txt"
+
+    def load() -> Corpus:
+        return load_corpus(TextConfig(path=str(tmp_path), documents="\n***\n"))
+
+    path.write_text("the sea " * 2000)
+    found = load()
+    message = (
+        rf"text.documents='\n***\n' separates nothing in {tmp_path.name}/; set it to null for one "
+        "text in its order, or to what separates its documents"
+    )
+    assert warn_of_list(found) == message
+    assert not warn_of_length(found)
+    with pytest.raises(TextError, match=f"^{re.escape(message)}$"):
+        found.require_blocks(20_000)
+    other.write_text("the sea " * 2000)
+    assert "within the files of" in warn_of_list(load())
+    with pytest.raises(TextError, match=r"give a longer text, or correct text\.documents"):
+        load().require_blocks(20_000)
+    path.write_text("the sea\n***\nthe sea")
+    for content in ("the light", ""):  # an empty file is no document
+        other.write_text(content)
+        assert not load().unused_separator
 
 
 def test_a_separator_alone_on_its_lines_is_advised_with_their_ends() -> None:

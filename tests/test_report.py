@@ -417,6 +417,10 @@ def test_over_fitting_is_reported_from_the_recorded_losses(run: Run) -> None:
         scores = replace(result, epochs=0.4 if few else 2.0)
         said = summarize(run, scores, records + losses)
         assert [words.startswith(expected) for words in said].count(True) == 1
+    early = replace(run, step=1, state=replace(run.state, best_step=1))
+    losses = [{"step": n, "loss": 3.0 - n} for n in range(1, run.step + 3)]  # read since then
+    said = summarize(early, replace(result, epochs=0.2), records + losses)
+    assert any(words.startswith("It over-fits") for words in said)
     rising = [{"step": n, "loss": 1.0 + n - min(steps)} for n in steps]
     (said,) = (words for words in summarize(run, result, records + rising) if "rose to" in words)
     assert "So did the training loss: try lower learning rates, such as -s optim.lr=" in said

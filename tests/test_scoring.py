@@ -110,6 +110,16 @@ def test_a_text_is_scored_in_python_as_the_command_reads_it(cli: Cli, tmp_path: 
         assert printed["characters"] == len(scored.bits)
         assert "\u2028" not in scored.text
         assert scored.text.count("\x1e") == (3 if documents == r"\n\n" else 0)
+        assert np.array_equal(score("R", scored.text).bits, scored.bits)  # marked already
+    folder = Path("two")
+    folder.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (folder / name).write_text("one day\n\nno one")
+    poems = ("-s", r"text.documents=\n\n", "--out", "R", "--force")
+    assert cli("train", "poems.txt", *QUICK, *poems).returncode == 0
+    printed = json.loads(cli("score", "R", folder, "--json").stdout)
+    assert printed["characters"] == 4 + 2 * len("one dayno one")  # every file ends a document
+    assert " documents " in cli("score", "R", "poems.txt").stderr  # that were trained on
 
 
 def test_prompts_and_texts_take_a_known_normal_form_but_not_texts_to_compress(

@@ -60,13 +60,13 @@ def signs(text: str) -> Markup:
     The fonts of many systems lack the signs of control characters.
     """
 
-    def drawn(found: re.Match[str]) -> str:
+    def element(found: re.Match[str]) -> str:
         is_format = FORMATS.match(found[0])
         code = ord(found[0])
         name = f"U+{code:04X}" if is_format else CONTROL_NAMES[code - FIRST_CONTROL_PICTURE]
         return f'<i class="sign" data-name="{name}">{found[0]}</i>'
 
-    return Markup(INVISIBLE.sub(drawn, escape(printable(text))))
+    return Markup(INVISIBLE.sub(element, escape(printable(text))))
 
 
 def encoded(page: str) -> bytes:

@@ -208,13 +208,14 @@ def changes_in_second_half(records: Sequence[Mapping[str, Any]]) -> tuple[float,
 def change_of_training_loss(records: Sequence[Mapping[str, Any]], first: int, second: int) -> float:
     """Return how the mean training loss up to a step differs from that up to an earlier one.
 
-    In nats; NaN if the metrics lack a step.
+    In nats; NaN if the metrics lack the steps.
     """
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     before, after = (
-        fmean(losses.get(step - n, math.nan) for n in range(LAST_STEPS)) for step in (first, second)
+        [losses[n] for n in range(step - LAST_STEPS + 1, step + 1) if n in losses]
+        for step in (max(1, first), second)
     )
-    return after - before
+    return fmean(after) - fmean(before) if before and after else math.nan
 
 
 def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -266,7 +267,8 @@ def describe_rise(run: Run, scores: RunScores, records: Sequence[Mapping[str, An
     if change_of_training_loss(records, best_step, last_step) > MIN_RISE:
         rates = run.config.optim.lower_rates()
         return f"The {rise} So did the training loss: try lower learning rates, such as {rates}."
-    if scores.epochs < 1 or scores.splits_explain_gap:
+    epochs = scores.epochs * last_step / max(1, run.step)  # those of `scores` are of the best step
+    if epochs < 1 or scores.splits_explain_gap:
         return f"The {rise}"
     return f"It over-fits: the {rise} More text, model.dropout or fewer steps may help."
 

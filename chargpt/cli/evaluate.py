@@ -229,7 +229,8 @@ def score(
         [run, *(with_ or [])], mix, checkpoint, device, mixture=mixture or adaptive
     )
     changes = options.given_settings(encoding=encoding, encoding_errors=encoding_errors)
-    changes |= {"text.documents": None}  # which `score` marks
+    if loaded.config.text.documents in ("lines", "files"):  # the text may be a part of one
+        changes |= {"text.documents": None}
     content = read_text(text, loaded.config.with_values(changes).text)
     content = loaded.tokenizer.choose_form(content)
     runs.warn_of_own_text(loaded, text, content)

@@ -145,7 +145,7 @@ def describe_plan(session: Session) -> list[str]:
         speed = pace.speed * corpus.characters_per_token
         budget = [f"budget  {seconds}: {speed:,.0f} characters/s measured; {reason}"]
     if corpus.rare_count:
-        percent = f"{100 * corpus.rare_fraction:.2g}%"
+        percent = f"{corpus.rare_fraction:.2%}" if corpus.rare_fraction > 1e-4 else "under 0.01%"
         rare = f"; rarer ones, {percent} of the text, are {corpus.rare_form}"
     if corpus.n_documents:
         documents = f"{corpus.n_documents:,} documents, shuffled by text.seed {config.text.seed}; "

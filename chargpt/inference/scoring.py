@@ -17,7 +17,7 @@ from chargpt.errors import NOT_FINITE, OperationError, TextError
 from chargpt.inference.evaluation import OnProgress, iter_losses, sliding_windows
 from chargpt.store.run import Run, as_run
 from chargpt.text.corpus import document_ends
-from chargpt.text.source import as_read, require_text
+from chargpt.text.source import RECORD_SEPARATOR, as_read, require_text
 from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
 
 BYTES_PER_CHARACTER = 40  # of memory, measured
@@ -82,7 +82,7 @@ def score(
     The protocol is `sliding`, as if the EOS token or a newline preceded the text; if the vocabulary
     has neither, the first token has surprisal log2(V). In a run of `text.documents=lines` it is
     `documents`: each line is scored on its own, from its first character to the EOS token, and
-    empty ones are none.
+    empty ones are none. Documents that a separator ends are marked as in training.
 
     Args:
         run: a run from `train` or `load_run`, or its folder.
@@ -102,7 +102,8 @@ def score(
     require_memory(BYTES_PER_CHARACTER * len(text), f"a text of {len(text):,} characters")
     tokenizer, settings = run.tokenizer, run.config.text
     policy = unknown or settings.unknown
-    if settings.documents in ("lines", "files"):  # the text may be a part of one
+    if settings.documents in ("lines", "files") or RECORD_SEPARATOR in text:
+        # the text may be a part of one, or its documents are marked already
         newlines = "lf" if settings.documents == "lines" else settings.newlines
         settings = settings.model_copy(update={"documents": None, "newlines": newlines})
     text = tokenizer.choose_form(as_read(text, settings))

@@ -176,11 +176,16 @@ class Corpus:
 
     @property
     def unused_separator(self) -> str:
-        """A message if `text.documents` separates nothing in any file, else ""."""
-        documents = self.settings.documents
+        """A message if `text.documents` separates nothing within the files, else ""."""
+        documents, n_files = self.settings.documents, sum(file.size > 0 for file in self.files)
         is_word = documents in (None, "auto", "lines", "files")
-        if is_word or self.n_documents > max(1, len(self.files)):
+        if is_word or self.n_documents > max(1, n_files):
             return ""
+        if self.n_documents > 1:
+            return (
+                f"text.documents={documents!r} separates nothing within the files of {self.name}, "
+                "so that each is one document; correct it if they hold several"
+            )
         return (
             f"text.documents={documents!r} separates nothing in {self.name}; set it to null for "
             "one text in its order, or to what separates its documents"
@@ -274,7 +279,7 @@ class Corpus:
         shorter, needed = min(train, val), block_size + 1
         if shorter >= needed:
             return
-        if self.unused_separator:
+        if self.n_documents == 1 and self.unused_separator:
             raise TextError(self.unused_separator)
         remedies = ["give a longer text"]
         if shorter > MIN_BLOCK_SIZE:

@@ -9,6 +9,7 @@ import codecs
 import glob
 import gzip
 import io
+import json
 import os
 import re
 import stat
@@ -17,7 +18,7 @@ import tempfile
 import zlib
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -88,6 +89,7 @@ SPLIT_WORDS = {  # in the names of files, by split
     "test": {"test", "testing"},
 }
 MAX_REPLACED = 0.01  # of a text's characters, by U+FFFD, before its encoding is a wrong one
+MAX_EXCLUDED = 5  # patterns of a message
 MAX_UNNAMED = 0.01  # of the bytes, in files whose names say no split, such as a README
 URL = re.compile(r"\b(https?|ftp):/+(.+)")  # paths lose the second slash
 
@@ -442,7 +444,8 @@ def _without_others(source: Source, settings: TextConfig) -> Source:
     Raises:
         TextError: some files begin with UTF-8, and another with a text that is none.
     """
-    codec, undecodable, has_utf8 = codec_name(settings.encoding), "", False
+    codec, has_utf8 = codec_name(settings.encoding), False
+    others = dict[str, UnicodeDecodeError]()  # by path, of files of another encoding
     files: list[TextFile | None] = [*source.files] or [None]
     problems = dict[TextFile, str]()
     marked_up, utf8 = list[str](), list[str]()
@@ -465,9 +468,7 @@ def _without_others(source: Source, settings: TextConfig) -> Source:
             has_utf8 = True
         except UnicodeDecodeError as error:
             if file and own_codec == "utf-8":
-                undecodable = undecodable or _undecodable(
-                    file.path, own_codec, 0, error, source.root
-                )
+                others[file.path] = error
             continue
         # latin-1 is the encoding of those who train on bytes
         if not own_codec.startswith(("utf", "iso8859-1")):
@@ -480,8 +481,11 @@ def _without_others(source: Source, settings: TextConfig) -> Source:
             f"{problems[first]}"
         )
         source = replace(source, files=texts)
-    if has_utf8 and undecodable and settings.encoding_errors == "strict":
-        raise TextError(undecodable)
+    if has_utf8 and others and settings.encoding_errors == "strict":
+        relative = (Path(os.path.relpath(path, source.root)).as_posix() for path in others)
+        excluded = [*settings.exclude, *map(glob.escape, relative)]
+        path, first_error = next(iter(others.items()))
+        raise TextError(_undecodable(path, "utf-8", 0, first_error, excluded))
     if utf8:
         logger.warning(f"{utf8[0]} looks like UTF-8 and is read as {codec}")
     if marked_up:
@@ -738,10 +742,12 @@ def _decode_file(
             is_start = False
 
 
-def _undecodable(name: str, codec: str, offset: int, error: UnicodeError, root: str = "") -> str:
+def _undecodable(
+    name: str, codec: str, offset: int, error: UnicodeError, excluded: Sequence[str] = ()
+) -> str:
     """Return the message for an error in bytes that begin at `offset` of the file.
 
-    If there is a `root`, that of the source, other files of the text are UTF-8.
+    If `excluded` are given, patterns that leave such files out, others of the text are UTF-8.
     """
     problem, guesses, is_auto, has_few = str(error), list[tuple[str, str]](), False, True
     if isinstance(error, UnicodeDecodeError):
@@ -756,17 +762,19 @@ def _undecodable(name: str, codec: str, offset: int, error: UnicodeError, root: 
         guesses = guess_encodings(content, error.start)
         is_marked = _codec_of("auto", content) != "utf-8"
         is_auto = (is_marked or _is_utf8(content)) and not codec.startswith(("utf-16", "utf-32"))
-        n_replaced = content.decode(codec, "replace").count("\ufffd")
-        has_few = n_replaced <= MAX_REPLACED * len(content)
+        with suppress(UnicodeError):  # as of a codec of host names
+            n_replaced = content.decode(codec, "replace").count("\ufffd")
+            has_few = n_replaced <= MAX_REPLACED * len(content)
     problem = f"{name} is not {codec.upper()} text ({problem})"
     readings = ", ".join(f'{encoding} reads it as "{words}"' for encoding, words in guesses)
-    if root and readings:
-        pattern = quoted(glob.escape(Path(os.path.relpath(name, root)).as_posix()))
-        iconv_name = guesses[0][0].replace("_", "-")
-        remedy = (
-            f"replace it by the output of `iconv -f {iconv_name} -t utf-8 {quoted(name)}` "
-            f"({readings}), or leave it out with -s text.exclude={pattern}"
-        )
+    if excluded and readings:
+        command = f"iconv -f {guesses[0][0].replace('_', '-')} -t utf-8"
+        is_packed = name.lower().endswith(".gz")
+        command = f"zcat {quoted(name)} | {command}" if is_packed else f"{command} {quoted(name)}"
+        remedy = f"replace it by the output of `{command}` ({readings})"
+        if len(excluded) <= MAX_EXCLUDED:
+            patterns = quoted(json.dumps(excluded, ensure_ascii=False))
+            remedy += f", or leave it out with -s text.exclude={patterns}"
         problem += ", unlike other files of the text"
     else:
         advice = "auto reads it" if is_auto else readings

@@ -90,11 +90,11 @@ function name(token) {
 
 function isolated(words) {  // so that their direction does not change the sentence around them
   const node = document.createElement("bdi");
-  node.append(...drawn(words));
+  node.append(...nodesOf(words));
   return node;
 }
 
-function drawn(words) {  // nodes that draw control and format characters by name, because fonts lack their signs
+function nodesOf(words) {  // nodes that draw control and format characters by name, because fonts lack their signs
   return words.split(new RegExp(`([\\u2400-\\u241f]|${FORMATS.source})`)).map((part, index) => {
     if (index % 2 === 0) return part;
     const node = document.createElement("i"), code = part.charCodeAt(0);
@@ -119,7 +119,7 @@ function draw(from) {  // those of the tokens from an index on; the one before m
       size += found[which].text.length;
       span.to = found[which].to;
     }
-    span.node.append(...drawn(shown(segment)));
+    span.node.append(...nodesOf(shown(segment)));
     span.node.dataset.token = span.from;
     for (let token = span.from; token < span.to; token++) owners[token] = span;
     spans.push(span);
@@ -244,7 +244,7 @@ function finish({ next: likely, bigram }) {
   next = likely;
   if (bigram) {
     const segments = [...graphemes.segment(textOf(bigram))].map((each) => shown(each.segment));
-    element("bigram-text").replaceChildren(...drawn(segments.join("")));
+    element("bigram-text").replaceChildren(...nodesOf(segments.join("")));
   }
   if (isWriting) {
     const seconds = (performance.now() - began) / 1000, sampled = records.slice(writtenFrom);
