@@ -396,7 +396,7 @@ def test_graphemes_stay_whole_and_each_of_their_characters_can_be_chosen(player:
         page.find("#view").press("ArrowRight")
 
 
-def test_control_and_format_characters_are_drawn_by_name_whatever_the_fonts_hold(
+def test_control_and_format_characters_are_shown_by_name_whatever_the_fonts_hold(
     player: Open,
 ) -> None:
     page = player("signs")

@@ -672,7 +672,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return reported(folder, folder / "mixed.txt")
 
 
-def test_control_and_format_characters_are_drawn_by_name_whatever_the_fonts_hold(
+def test_control_and_format_characters_are_shown_by_name_whatever_the_fonts_hold(
     browser: Any, mixed: Path
 ) -> None:
     page = browser.new_page()

@@ -55,7 +55,7 @@ def _shown(value: object) -> object:
 
 
 def signs(text: str) -> Markup:
-    """Return a text as HTML in which control and format characters are drawn as names or codes.
+    """Return a text as HTML in which control and format characters are shown as names or codes.
 
     The fonts of many systems lack the signs of control characters.
     """

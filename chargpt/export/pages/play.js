@@ -71,7 +71,7 @@ function displayChar(character) {  // of one that is invisible, or would join it
   const signs = { "\n": "\u23ce", "\t": "\u21e5", "\x1e": "\u25a0", "\u200d": "ZWJ", "\ufe0f": "VS16" };
   if (/^\p{M}$/u.test(character)) return signs[character] ?? `\u25cc${character}`;
   if (character < " ") return signs[character] ?? String.fromCharCode(0x2400 + character.charCodeAt(0));
-  if (FORMATS.test(character)) return character;  // which is drawn by its code
+  if (FORMATS.test(character)) return character;  // which is shown as its code
   return signs[character] ?? (/^[\p{C}\p{Zl}\p{Zp}]$/u.test(character) ? "\ufffd" : character);
 }
 
