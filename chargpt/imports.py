@@ -93,6 +93,8 @@ def import_huggingface(folder: Path, out: Path) -> Path:
             raise ValueError("it holds no GPT")
         tokenizer = CharTokenizer.from_json(origin["tokenizer"], str(folder / ORIGIN))
         state = replace(RunState.from_json(origin["state"].encode()), corpus_key=None)  # no text
+        if state.best_step not in (None, state.step):  # another checkpoint than the best
+            state = replace(state, best_step=None, best_nats_per_char=None)
         limit = max_weight_bytes(config.model, tokenizer.vocab_size)
         require_memory(2 * min(limit, path.lstat().st_size), str(path))  # bytes, and then tensors
         content = read_regular(path, limit)
@@ -105,7 +107,8 @@ def import_huggingface(folder: Path, out: Path) -> Path:
         theirs = load_safetensors(content)
         weights = our_weights(theirs, QWEN3_NAMES, config, tokenizer.vocab_size, folder)
     with RunFolder(out).locked(is_new=True) as run:
-        run.create_from_weights(config, tokenizer, state, weights)
+        run.create(config, tokenizer)
+        run.save(config=config, tokenizer=tokenizer, state=state, model=weights, optimizer={})
     return out
 
 
@@ -135,18 +138,21 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
     with RunFolder(out).locked(is_new=True) as folder:
         prepared = None
         if text is not None:
-            # whatever is rare, nanoGPT keeps it
-            config = config.with_values({"text.path": str(text.absolute()), "text.rare": "keep"})
+            values = {"text.path": str(text.absolute()), "text.rare": "keep"}  # as nanoGPT does
+            if not {*"\r\u2028\u2029"} & {*tokenizer.characters}:  # it reads CR LF as LF
+                values["text.newlines"] = "lf"
+            config = config.with_values(values)
             corpus = folder.prepare_text(find_text(config.text), config.text)
-            if corpus.tokenizer != tokenizer:
+            if corpus.tokenizer.characters != tokenizer.characters:
                 different = set(corpus.tokenizer.characters) ^ set(tokenizer.characters)
                 raise TextError(
                     f"{text} and {meta} have different characters, such as {min(different)!r}; "
                     "name the text of the model"
                 )
             state = replace(state, corpus_key=corpus.key, text_name=corpus.name)
-            prepared = corpus.folder
-        folder.create_from_weights(config, tokenizer, state, weights, prepared)
+            prepared, tokenizer = corpus.folder, corpus.tokenizer
+        folder.create(config, tokenizer, prepared)
+        folder.save(config=config, tokenizer=tokenizer, state=state, model=weights, optimizer={})
     return out
 
 

@@ -146,7 +146,7 @@ KINDS: list[tuple[dict[str, Any], Any]] = [  # settings, and what every text of 
         {"acrostic": ["The ", "and"], "lines": 3},
         lambda text: lines_of(text)[0][:4] == "The " and lines_of(text)[1][:3] == "and",
     ),
-    ({"end": "ight"}, lambda text: all(re.search(r"ight[ !']*$", x) for x in lines_of(text))),
+    ({"end": "IGHT"}, lambda text: all(re.search(r"(?i)ight[ !']*$", x) for x in lines_of(text))),
     (
         {"end": "ed", "lines": 2},
         lambda text: [bool(re.search(r"ed[ !']*$", line)) for line in lines_of(text)] == [True] * 2,

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise import bigram_of_counts, fill_with_noise, noisy_model, noisy_run_on
 
+from chargpt.analysis.compare import loss_values
 from chargpt.config import TextConfig
 from chargpt.distributed import RankGroup
 from chargpt.errors import ConfigError, RunError, TextError, UnknownCharacterError
@@ -234,6 +235,7 @@ def test_a_loss_is_reported_in_three_units():
     result = Evaluation(math.log(8), 0.5, 10, 0.1, "blocks", "val", 16).as_dict()
     assert (result["bits_per_char"], result["perplexity"]) == pytest.approx((3, 8))
     assert Evaluation(1e4, 0, 10, 0.1, "blocks", "val", 16).perplexity == math.inf
+    assert loss_values(1e4)["perplexity"] == math.inf
 
 
 TEXT = "the sea, the sea; and all the ships upon it.\nno wind, no cloud, no bird.\n" * 12

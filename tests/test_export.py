@@ -124,14 +124,29 @@ def test_the_model_card_has_a_prompt_of_the_text_or_else_of_the_vocabulary(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_an_export_samples_at_the_temperature_of_the_run(temperature: float) -> None:
+def test_an_export_samples_as_the_run_does(temperature: float) -> None:
     run = run_of(TOKENIZERS["ascii"])
-    run = replace(run, config=run.config.with_values({"sample.temperature": temperature}))
-    written = huggingface.generation_config(run)
+    values: dict[str, object] = {"sample.temperature": temperature}
+    written = huggingface.generation_config(replace(run, config=run.config.with_values(values)))
     assert written["do_sample"] == (temperature > 0)
     assert written.get("temperature", 0.0) == temperature
+    assert written.get("top_k") == (0 if temperature else None)  # by default transformers takes 50
+    values |= {"sample.top_k": 7, "sample.top_p": 0.9, "sample.min_p": 0.1}
+    written = huggingface.generation_config(replace(run, config=run.config.with_values(values)))
+    found = [written.get(name) for name in ("top_k", "top_p", "min_p")]
+    assert found == ([7, 0.9, 0.1] if temperature else [None] * 3)
     content = gguf.modelfile_text("a.gguf", 16, temperature)
     assert f"PARAMETER temperature {temperature}\n" in content
+
+
+def test_an_export_of_another_checkpoint_than_the_best_is_imported_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = RunState(7, best_step=5, best_nats_per_char=1.4)
+    export_huggingface(replace(run_of(TOKENIZERS["ascii"]), state=state), tmp_path / "hf")
+    imported = load_run(import_huggingface(tmp_path / "hf", tmp_path / "back"))
+    assert (imported.step, imported.state.best_step) == (7, None)
+    assert "missing" not in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -445,7 +460,9 @@ def test_a_hostile_folder_is_refused_with_one_sentence(
 def test_the_commands_say_what_they_wrote_and_how_it_was_checked(cli: Cli, tmp_path: Path) -> None:
     run = run_of(TOKENIZERS["ascii"])
     weights = run.model.state_dict()
-    RunFolder(tmp_path / "run").create_from_weights(run.config, run.tokenizer, run.state, weights)
+    RunFolder(tmp_path / "run").create(run.config, run.tokenizer).save(
+        config=run.config, tokenizer=run.tokenizer, state=run.state, model=weights, optimizer={}
+    )
     for kind, out in (("hf", "folder"), ("gguf", "model.gguf"), ("onnx", "model.onnx")):
         done = cli("export", kind, "run", out)
         assert done.returncode == 0, done.stderr
@@ -482,7 +499,9 @@ def test_what_is_made_during_the_check_stays(
 ) -> None:
     run, path = run_of(TOKENIZERS["ascii"]), tmp_path / "x"
     weights = run.model.state_dict()
-    RunFolder(tmp_path / "run").create_from_weights(run.config, run.tokenizer, run.state, weights)
+    RunFolder(tmp_path / "run").create(run.config, run.tokenizer).save(
+        config=run.config, tokenizer=run.tokenizer, state=run.state, model=weights, optimizer={}
+    )
 
     def interfere(*_: object) -> ExportCheck:
         path.write_text("my own")
@@ -507,7 +526,9 @@ def test_a_signal_during_an_export_leaves_no_temporary_file(name: str, tmp_path:
     number = signal.Signals[name]
     run = run_of(TOKENIZERS["ascii"])
     weights = run.model.state_dict()
-    RunFolder(tmp_path / "run").create_from_weights(run.config, run.tokenizer, run.state, weights)
+    RunFolder(tmp_path / "run").create(run.config, run.tokenizer).save(
+        config=run.config, tokenizer=run.tokenizer, state=run.state, model=weights, optimizer={}
+    )
     program = """-c import time
 from chargpt.cli import main
 from chargpt.export import huggingface

@@ -181,6 +181,21 @@ def test_the_command_imports_a_run_that_evaluates_and_explains(cli: Cli, tmp_pat
     assert "run3 was imported without its text" in refusal(cli("evaluate", "run3"))
 
 
+@pytest.mark.parametrize(("numbered", "newlines"), [(CHARACTERS, "lf"), ("\r\n cba😀ed", "keep")])
+def test_the_text_has_the_line_ends_that_nanogpt_has_read(
+    numbered: str, newlines: str, tmp_path: Path
+) -> None:
+    """In text mode Python reads CR LF as LF, unless it is told otherwise."""
+    text = tmp_path / "input.txt"
+    lines = "".join(sorted({*numbered} - {*"\r\n"})) + "\r\n"
+    text.write_bytes((lines * 60).encode())
+    paths = write(tmp_path, checkpoint_of(noisy_gpt2()), dict(enumerate(numbered)))
+    run = load_run(import_nanogpt(*paths, tmp_path / "run", text))
+    assert run.config.text.newlines == newlines
+    assert run.corpus().tokenizer == run.tokenizer
+    assert run.tokenizer.has_crlf == ("\r" in numbered)
+
+
 class Evil:
     """Runs code when it is unpickled."""
 

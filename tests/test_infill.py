@@ -17,7 +17,8 @@ from noise import noisy_model, noisy_run_on
 from torch import Tensor
 
 import chargpt
-from chargpt.errors import ConfigError
+from chargpt.config import SampleConfig
+from chargpt.errors import ConfigError, TextError
 from chargpt.inference.infill import infill, losses_after
 from chargpt.models import KVCache, LanguageModel
 from chargpt.store.run import Run
@@ -133,6 +134,19 @@ def test_the_end_of_a_document_is_no_part_of_a_middle(tmp_path: Path) -> None:
 def test_an_empty_end_is_refused(run: Run) -> None:
     with pytest.raises(ConfigError, match="no text after the gap; give it in after"):
         chargpt.infill(run, "the", "")
+
+
+def test_an_end_of_unknown_characters_alone_is_refused(run: Run) -> None:
+    with pytest.raises(TextError, match="the text after the gap has no character of the vocab"):
+        infill(run, "the ", "ЖЖ", unknown="skip")
+
+
+def test_what_a_cut_may_break_is_not_asked_of_the_middles(run: Run) -> None:
+    options = SampleConfig(word=("zebra",), lines=3)
+    found, plain = (
+        infill(run, "the ", " sat", each, seed=1, length=8) for each in (options, SampleConfig())
+    )
+    assert [each.middle for each in found] == [each.middle for each in plain]
 
 
 def test_characters_spelled_by_bytes_are_whole(tmp_path: Path) -> None:

@@ -195,6 +195,16 @@ def test_greedy_text_equals_that_of_sample_within_and_beyond_the_block(
     assert len(set(expected[51:])) > 1 or kind == "documents" or sizes
 
 
+@pytest.mark.parametrize("line_end", ["\r\n", "\r"])
+def test_a_typed_line_end_is_that_of_the_training_text(
+    player: Open, monkeypatch: pytest.MonkeyPatch, line_end: str
+) -> None:
+    monkeypatch.setitem(TOKENIZERS, "own", CharTokenizer.fit(f"{line_end} abc"))
+    page = player("own")
+    assert page.write("ab\nc") == greedy(page.run, f"ab{line_end}c")
+    assert page.find("#missing").text_content() == ""
+
+
 def test_the_seed_decides_a_text_however_often_it_is_continued(player: Open) -> None:
     page = player()
     whole = page.write("ab", temperature=1, length=80, seed=3)

@@ -213,6 +213,7 @@ REFUSALS = [
     ("sample RUN --before a.txt", 2, "--before needs --after", "--prompt-file continues a text"),
     ("sample RUN --after empty.txt", 2, "there is no text after the gap", "give it in --after"),
     ("sample RUN --after a.txt -p a", 2, "--prompt does not apply to a text between", "drop it"),
+    ("sample RUN --after a.txt --end a", 2, "--end does not apply to a text between", "drop it"),
     ("sample RUN --before - --after -", 2, "standard input can be --before or --after", "name a"),
     ("sample RUN --after other.txt", 2, "U+0416", "--unknown skip"),
     ("sample RUN --encoding utf-8", 2, "--encoding is that of a --prompt-file", "drop it"),

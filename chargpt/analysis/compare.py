@@ -117,8 +117,8 @@ class Row:
 
 def loss_values(nats: float) -> dict[str, float]:
     """Return a loss under the JSON keys that all commands use."""
-    bits = nats / math.log(2)
-    return {"nats_per_char": nats, "bits_per_char": bits, "perplexity": math.exp(nats)}
+    perplexity = math.exp(nats) if nats < 700 else math.inf
+    return {"nats_per_char": nats, "bits_per_char": nats / math.log(2), "perplexity": perplexity}
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class Comparison:
             )
         self.title = corpus.name
         self.span = max(config.model.block_size for config in configs)
-        baselines, val = Baselines(corpus), tokens if self.split == "val" else corpus.split("val")
+        baselines, val = Baselines(corpus), corpus.split("val")
         n_validated = max(config.train.evaluation_tokens for config in configs)
         self.curve_baselines = baselines.losses(val, max_tokens=n_validated, span=self.span)
         self.add_baselines(corpus, baselines, tokens)

@@ -1,11 +1,9 @@
 """`chargpt sample --before FILE --after FILE`: text between two given ends."""
 
-from typing import Any
-
 from chargpt.cli import console, runs
 from chargpt.config import Config, TextConfig
 from chargpt.errors import ConfigError, Stopped
-from chargpt.inference.infill import Infill, infill
+from chargpt.inference.infill import infill
 from chargpt.store.run import Run
 from chargpt.text.source import read_text
 
@@ -51,19 +49,9 @@ def fill_in(
                 console.out(f"-- sample {number} --")
             console.out_text(each.text, "\n")
     elif form == "json":
-        console.out_json({"infills": list(map(as_json, found)), "run": str(run.folder)})
+        console.out_json({"infills": list(map(vars, found)), "run": str(run.folder)})
     else:
         for each in found:
-            console.out_json(as_json(each))
+            console.out_json(vars(each))
     if caught:
         raise Stopped(caught[0])
-
-
-def as_json(infill: Infill) -> dict[str, Any]:
-    """Return an infill as JSON takes it."""
-    return {
-        "before": infill.before,
-        "middle": infill.middle,
-        "after": infill.after,
-        "bits_per_char": infill.bits_per_char,
-    }

@@ -28,7 +28,7 @@ from chargpt.cli.main import catch_signals
 from chargpt.config import MAX_SAMPLES, Config, SampleConfig, TextConfig, unescape
 from chargpt.errors import ConfigError, RunError, Stopped, TextError, TooFewError
 from chargpt.inference.generation import ONE_TEXT, sample_groups
-from chargpt.inference.infill import CANDIDATES
+from chargpt.inference.infill import CANDIDATES, UNCONSTRAINED
 from chargpt.inference.selection import Sample, counts_samples
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus, Place
@@ -60,14 +60,9 @@ def setting(name: str, *flags: str, metavar: str | None = None, help_: str = "")
     default = "" if field.default is None else f"; {field.default}"
     default = "" if field.default in (False, ()) else f"{default} by default"
     limits = ChainMap(*map(dataclasses.asdict, field.metadata))
-    return typer.Option(
-        None,
-        *flags,
-        metavar=metavar,
-        help=f"{help_} {meaning}{default}.".strip(),
-        min=limits.get("ge", limits.get("gt")),
-        max=limits.get("le"),
-    )
+    low, high = limits.get("ge", limits.get("gt")), limits.get("le")
+    help_ = f"{help_} {meaning}{default}.".strip()
+    return typer.Option(None, *flags, metavar=metavar, help=help_, min=low, max=high)
 
 
 def sample(
@@ -174,7 +169,8 @@ def sample(
     form = choose_format(format_, json_, has_overlap=overlap)
     if before is not None or after is not None:
         others = ("prompt", "prompt_file", "overlap", "new", "distinct", "best", "stop")
-        given = {f"--{name.replace('_', '-')}": ctx.params[name] for name in others}
+        names = (*others, *UNCONSTRAINED)
+        given = {f"--{name.replace('_', '-')}": ctx.params[name] for name in names}
         options.reject(given, "does not apply to a text between --before and --after")
         fill_in(loaded, config, before, after, encoding, candidates, form)
         return
@@ -513,14 +509,10 @@ def print_overlap(corpus: Corpus, report: OverlapReport, texts: list[Sample]) ->
         f"⟦…⟧: verbatim matches of {whole}{MIN_MATCH} characters or more with the training split"
         f"{longest}"
     )
-    rows = [
-        [
-            f"{each.length:,}",
-            str(corpus.place_of(each.position) or "-"),
-            display_text(each.text[:MAX_PASSAGE]),
-        ]
-        for each in matches[:MAX_SHOWN]
-    ]
+    rows = []
+    for each in matches[:MAX_SHOWN]:
+        place = str(corpus.place_of(each.position) or "-")
+        rows.append([f"{each.length:,}", place, display_text(each.text[:MAX_PASSAGE])])
     if rows:
         tables.table(["characters", "file and line", "longest matches"], rows, text_column=2)
     if rows := report.novel_rows():

@@ -139,13 +139,16 @@ def their_name(name: str, modules: Mapping[str, str]) -> str:
 
 def generation_config(run: Run) -> dict[str, Any]:
     """Return the settings with which `generate` samples as the run does."""
-    temperature = run.config.sample.temperature
+    sample = run.config.sample
     config: dict[str, Any] = {
-        "do_sample": temperature > 0,
+        "do_sample": sample.temperature > 0,
         "max_new_tokens": max(1, run.model.block_size // 2),
     }
-    if temperature:  # greedy decoding has none
-        config["temperature"] = temperature
+    if sample.temperature:  # greedy decoding has none of these
+        # without a top_k, transformers takes 50
+        config |= {"temperature": sample.temperature, "top_k": sample.top_k or 0}
+        filters = {"top_p": sample.top_p, "min_p": sample.min_p}
+        config |= {name: value for name, value in filters.items() if value is not None}
     if run.tokenizer.eos_token:
         config["eos_token_id"] = run.tokenizer.eos_token_id
     return config

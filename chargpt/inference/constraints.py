@@ -131,7 +131,7 @@ def expressions(options: SampleConfig, line_end: str) -> list[tuple[str, str]]:
         starts = (line + line_end).join(map(re.escape, options.acrostic))
         found.append(("--acrostic", f"{starts}(?s:.*)"))
     if options.end is not None:
-        each = rf"{line}{re.escape(options.end)}[^\w{line_end}]*"
+        each = rf"{line}(?i:{re.escape(options.end)})[^\w{line_end}]*"
         found.append(("--end", f"{each}(?:{line_end}{each})*"))
     return found
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from chargpt.config import SampleConfig
-from chargpt.errors import NOT_FINITE, ConfigError, OperationError
+from chargpt.errors import NOT_FINITE, ConfigError, OperationError, TextError
 from chargpt.inference.evaluation import Windows, iter_losses
 from chargpt.inference.generation import ALL_SAMPLES, OF_THE_RUN, sample_groups, with_changes
 from chargpt.inference.sampling import uniforms
@@ -35,6 +35,11 @@ from chargpt.text.tokenizer import Floats, Tokens, UnknownPolicy
 CANDIDATES = 64  # by default
 CUTS = 8  # of each middle, at most
 AFTER = 64  # tokens
+# constraints that a cut may break, which therefore do not apply
+UNCONSTRAINED = {
+    name: SampleConfig.model_fields[name].default
+    for name in ("match", "word", "lines", "acrostic", "end", "whole")
+}
 CHOICE = 1 << 32  # number of the sequence whose uniform numbers choose among the cuts
 
 
@@ -95,12 +100,13 @@ def infill(
 
     Raises:
         ConfigError: a setting is invalid, or `after` is empty.
+        TextError: `after` has no character of the vocabulary, and `unknown` is `skip`.
         UnknownCharacterError: an end contains unknown characters and `unknown` is `error`.
         OperationError: the model's logits are not finite, or all that is sampled is empty.
     """
     given = locals()
     run = as_run(run)
-    chosen = with_changes(run, options, {**given, "prompt": before, **ALL_SAMPLES})
+    chosen = with_changes(run, options, {**given, "prompt": before, **ALL_SAMPLES, **UNCONSTRAINED})
     if not after:
         raise ConfigError(
             "there is no text after the gap; give it in --after, or sample a continuation"
@@ -115,6 +121,13 @@ def infill(
     def on_weighed(fraction: float) -> None:
         on_progress(candidates + int(candidates * fraction), 2 * candidates)
 
+    n_weighed = max(1, min(AFTER, run.model.block_size // 2))
+    encoded = tokenizer.encode(tokenizer.choose_form(after), unknown=policy)[:n_weighed]
+    if not encoded.size:
+        raise TextError(
+            "the text after the gap has no character of the vocabulary; give another, or set "
+            "text.unknown to replace"
+        )
     groups = sample_groups(run, settings, unknown, on_sampled, is_stopped)
     middles = [each.continuation for group in groups for each in group]
     cuts = sorted({cut for middle in middles for cut in _cuts(middle, after)})
@@ -123,8 +136,6 @@ def infill(
             f"each of the {len(middles):,} texts that were sampled after the start is empty; raise "
             "--candidates, or change the start"
         )
-    n_weighed = max(1, min(AFTER, run.model.block_size // 2))
-    encoded = tokenizer.encode(tokenizer.choose_form(after), unknown=policy)[:n_weighed]
     start = tokenizer.eos_token + tokenizer.choose_form(before)
     starts = [tokenizer.encode((start or tokenizer.bos_text) + cut, unknown=policy) for cut in cuts]
     nats = losses_after(run.model, starts, encoded, on_weighed)
@@ -144,8 +155,7 @@ def _cuts(middle: str, after: str) -> list[str]:
     ends = [
         n
         for n in everywhere
-        if not (middle[n - 1].isalnum() and (middle[n : n + 1] or after[0]).isalnum())
-        and not (middle[n - 1].isalnum() and after[0].isalnum())
+        if not (middle[n - 1].isalnum() and any(map(str.isalnum, middle[n : n + 1] + after[0])))
         and not (middle[n - 1].isspace() and after[0].isspace())
     ]
     ends = ends or list(everywhere)

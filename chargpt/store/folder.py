@@ -100,9 +100,14 @@ class RunFolder:
         """Check that a new run may be created here: no run with results, unless `replace`.
 
         Raises:
-            RunError: the path is in use.
-            OSError: the folder cannot be read.
+            RunError: the path is in use, or cannot be read.
         """
+        try:
+            self._require_unused(replace=replace)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _require_unused(self, *, replace: bool) -> None:
         path = self.path
         if not exists(path):
             return
@@ -146,8 +151,8 @@ class RunFolder:
         if not is_main_rank():
             yield self
             return
-        had_folder = exists(self.path)
         try:
+            had_folder = exists(self.path)
             if is_new:
                 self.path.mkdir(parents=True, exist_ok=True)
             require_no_links(self.path)
@@ -160,11 +165,8 @@ class RunFolder:
         except BaseException:
             with suppress(OSError):
                 self.require_own()
-                if (
-                    is_new
-                    and self.is_created
-                    and not (has_results(self.path) or exists(self.metrics.path))
-                ):
+                has_begun = has_results(self.path) or exists(self.metrics.path)
+                if is_new and self.is_created and not has_begun:
                     delete_run_files(self.path)
             raise
         finally:
@@ -419,28 +421,6 @@ class RunFolder:
             copy.metrics.unwritten = self.metrics.unwritten
             copy.metrics.append()
 
-    def create_from_weights(
-        self,
-        config: Config,
-        tokenizer: CharTokenizer,
-        state: RunState,
-        model: Mapping[str, Tensor],
-        text: Path | None = None,
-    ) -> None:
-        """Create a run with one checkpoint, without optimizer state: it cannot be resumed.
-
-        `text` is as for `create`. It raises what that does, and OSError if the checkpoint cannot be
-        written.
-        """
-        self.create(config, tokenizer, text)
-        self.save(
-            config=config,
-            tokenizer=tokenizer,
-            state=state,
-            model=model,
-            optimizer={},
-        )
-
     @contextmanager
     def kept(self, step: int) -> Iterator[None]:
         """Protect a checkpoint from deletion in the block, and from then on if it succeeds.
@@ -524,12 +504,7 @@ class RunFolder:
         sync_directory(self.path)
 
     def read_text(
-        self,
-        settings: TextConfig,
-        tokenizer: CharTokenizer,
-        key: str | None,
-        *,
-        waits: bool = True,
+        self, settings: TextConfig, tokenizer: CharTokenizer, key: str | None, *, waits: bool = True
     ) -> Corpus:
         """Return the run's own text; arguments and errors are those of `read_prepared`.
 

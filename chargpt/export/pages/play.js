@@ -156,7 +156,8 @@ function read(given, length, { isPreview: preview = false, seed = 0 } = {}) {
 }
 
 function promptTokens() {  // and says which characters are not in the vocabulary
-  const text = written.replace(/\r\n?/g, "\n") === prompt.value ? written : prompt.value;
+  const lineEnd = pageData.tokenizer.crlf ? "\r\n" : ids.has("\r") && !ids.has("\n") ? "\r" : "\n";  // of the training text; that of a field is LF
+  const text = written.replace(/\r\n?/g, "\n") === prompt.value ? written : prompt.value.replaceAll("\n", lineEnd);
   const isLonger = prefixLength && written && text.startsWith(written);  // the field extends a text that was generated without a prompt
   const start = isLonger || !text ? pageData.bos_text : pageData.tokenizer.eos_token ?? "";
   prefixLength = [...start].length;
