@@ -87,11 +87,6 @@ class RankGroup:
             dist.all_reduce(value)
         return value
 
-    def all_reduce_mean(self, value: "torch.Tensor") -> "torch.Tensor":
-        """Return the mean of a tensor over all ranks."""
-        total = self.all_reduce_sum(value)
-        return total if self.is_alone else total / self.world_size
-
     def average(self, tensors: "list[torch.Tensor]") -> None:
         """Replace tensors of one dtype by their means over all ranks, in one all-reduce."""
         if self.is_alone:
@@ -114,6 +109,7 @@ class RankGroup:
             return flag, number
         import torch
 
+        # on the CPU, which has a backend of its own: on a GPU each number would synchronise
         values = torch.tensor([float(flag), number if self.is_main else 0.0], dtype=torch.float64)
         n_set, of_rank_0 = self.all_reduce_sum(values).tolist()
         return n_set > 0, of_rank_0
@@ -130,13 +126,7 @@ class RankGroup:
 
     def broadcast(self, number: float) -> float:
         """Return rank 0's number on every rank."""
-        if self.is_alone:
-            return number
-        import torch.distributed as dist
-
-        tensor = self._scalar(number)
-        dist.broadcast(tensor, src=0)
-        return float(tensor)
+        return self.agree(False, number)[1]
 
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's text on every rank."""
@@ -155,12 +145,6 @@ class RankGroup:
             tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         dist.broadcast(tensor, src=0)
         return tensor.numpy().tobytes()
-
-    def _scalar(self, number: float) -> "torch.Tensor":
-        # on the CPU, which has a backend of its own: on a GPU each number would synchronise
-        import torch
-
-        return torch.tensor(float(number), dtype=torch.float64)
 
 
 def init_process_group() -> RankGroup:

@@ -414,6 +414,24 @@ def test_several_processes_need_a_folder_and_a_device_that_has_them(
         chargpt.Trainer(chargpt.load_config("gpt", TINY), corpus, group=RankGroup(0, 2))
 
 
+def test_ranks_with_different_devices_say_so_instead_of_waiting(
+    verse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RankGroup, "broadcast_text", lambda group, text: "cuda")  # of rank 0
+    monkeypatch.setattr(RankGroup, "all_reduce_any", lambda group, flag: flag)
+    corpus = chargpt.load_corpus(TextConfig(path=str(verse)))
+    with pytest.raises(DeviceError, match="different devices, such as cuda of rank 0"):
+        chargpt.Trainer(chargpt.load_config("gpt", TINY), corpus, group=RankGroup(1, 2))
+
+
+def test_two_ranks_on_one_gpu_are_a_sentence(verse: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = "NCCL error: ncclInvalidUsage\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA"
+    new_run = Mock(side_effect=RuntimeError(error))
+    monkeypatch.setattr("chargpt.training.start.new_run", new_run)
+    with pytest.raises(DeviceError, match="two processes have the same GPU; start no more than"):
+        chargpt.train(verse, settings=TINY)
+
+
 def test_a_budget_begins_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = Mock(side_effect=OperationError("stop"))
     monkeypatch.setattr("chargpt.training.api.open_session", stop)

@@ -1,5 +1,6 @@
 """`chargpt plan`: the plan of a budget, here and on paper."""
 
+import gzip
 import json
 import re
 from pathlib import Path
@@ -134,12 +135,20 @@ def test_the_table_of_plans_in_the_docs_is_what_the_command_prints(verse: Path, 
         assert written == expected, words
 
 
-def test_a_long_text_is_planned_from_a_sample(verse: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_long_text_is_planned_from_a_sample(
+    is_packed: bool, verse: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if is_packed:
+        content = verse.read_bytes()
+        verse = tmp_path / "verse.gz"
+        verse.write_bytes(gzip.compress(content))
     settings = TextConfig(path=str(verse))
     whole = load_corpus(settings)
     monkeypatch.setattr(performance, "MAX_READ_BYTES", 1000)
-    monkeypatch.setattr(performance, "CHUNK_BYTES", 20_000)
-    monkeypatch.setattr("chargpt.text.source.CHUNK_BYTES", 20_000)
+    size = 10_000 if is_packed else 20_000  # of a chunk
+    monkeypatch.setattr(performance, "CHUNK_BYTES", size)
+    monkeypatch.setattr("chargpt.text.source.CHUNK_BYTES", size)
     sampled = sample_corpus(settings)
     assert sampled.n_characters <= 20_000 < whole.n_characters
     assert len(sampled.split("train")) == pytest.approx(len(whole.split("train")), rel=0.01)

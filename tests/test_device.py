@@ -260,7 +260,7 @@ def test_a_single_rank_reduces_and_broadcasts_nothing(monkeypatch: pytest.Monkey
     group = init_process_group()
     assert group == RankGroup(0, 1)
     value = torch.tensor([1.0, 2.0])
-    assert group.all_reduce_mean(value) is value
+    assert group.all_reduce_sum(value) is value
     assert [group.all_reduce_any(each) for each in (True, False)] == [True, False]
     assert group.broadcast("x") == "x"
     destroy_process_group()  # no group: does nothing
@@ -323,9 +323,8 @@ def test_ranks_on_gpus_agree_over_gloo(
     monkeypatch.setattr(dist, "init_process_group", lambda name, **_: backends.append(name))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    group = init_process_group()
+    init_process_group()
     assert backends == [backend]
-    assert group._scalar(1).device == CPU
 
 
 @pytest.fixture(autouse=True)

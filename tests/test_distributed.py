@@ -176,6 +176,24 @@ def test_a_host_without_the_text_and_the_run_gets_them_from_rank_0(
     assert not list(temporary.glob("chargpt-*"))
 
 
+# the Python interface, which returns the run on every rank
+RESUMED = """
+import os, sys, chargpt
+from pathlib import Path
+run = chargpt.train(out=sys.argv[1], start="resume", settings={"train.max_steps": 12})
+Path("step-" + os.environ["RANK"]).write_text(str(run.step))
+"""
+
+
+@pytest.mark.slow
+def test_every_rank_gets_the_run_that_was_resumed(verse: Path, tmp_path: Path, cli: Cli) -> None:
+    assert cli("train", verse, *SETTINGS, "--out", tmp_path / "mine").returncode == 0
+    (tmp_path / "resumed.py").write_text(RESUMED)
+    done = torchrun("mine", cwd=tmp_path, program=("resumed.py",))
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"step-{rank}").read_text() for rank in (0, 1)] == ["12", "12"]
+
+
 @pytest.mark.slow
 def test_a_mistake_is_one_sentence_of_rank_0(tmp_path: Path) -> None:
     done = torchrun("train", "missing.txt", *SETTINGS, cwd=tmp_path)

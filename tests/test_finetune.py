@@ -2,22 +2,25 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import Cli, refusal, run_here
-from noise import fill_with_noise
+from noise import fill_with_noise, noisy_run_on
 from saving import rewrite
 
 from chargpt.config import Config, ModelConfig
 from chargpt.models import build_model
+from chargpt.models.ngram import BigramLM
 from chargpt.store.checkpoint import RunState
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run, load_run
 from chargpt.text.tokenizer import CharTokenizer
-from chargpt.training.finetune import copy_weights
+from chargpt.training.finetune import copy_weights, forgetting
 
 SMALL = ("-s", "model.n_layer=1", "-s", "model.n_embd=32", "-s", "model.block_size=16")
 STEPS = ("-s", "train.max_steps=60", "-s", "train.evaluation_tokens=500")
@@ -74,6 +77,18 @@ def test_a_run_starts_from_another_and_says_what_that_one_forgets(first: Path, c
     assert forgotten["before"] == pytest.approx(on_first["nats_per_char"])
     assert forgotten["after"] > forgotten["before"]
     assert (forgotten["characters"], forgotten["n_unknown"]) == (on_first["characters"], 0)
+
+
+def test_forgetting_is_measured_on_the_same_characters_whatever_the_blocks(tmp_path: Path) -> None:
+    text = "".join(np.random.default_rng(0).choice([*"abcdefgh\n"], 5000))
+    run = noisy_run_on(tmp_path, text, **{"train.evaluation_tokens": 100})
+    runs = list[Run]()
+    for block_size in (32, 8):  # a bigram model's loss does not depend on them
+        model = fill_with_noise(BigramLM(run.tokenizer.vocab_size, block_size)).eval()
+        runs.append(replace(run, model=model))
+    found = forgetting(*runs)
+    assert found is not None
+    assert found.before == pytest.approx(found.after)
 
 
 def test_one_file_can_follow_a_run_whose_documents_are_files(cli: Cli) -> None:

@@ -284,6 +284,19 @@ def test_models_that_do_not_fit_into_the_memory_are_not_tried(
     assert larger.model.n_embd > chosen.model.n_embd  # a micro-batch takes less
 
 
+def test_ranks_plan_for_the_memory_of_the_one_that_has_least(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = Mock(side_effect=StopIteration)
+    monkeypatch.setattr(Planner, "plan", lambda planner: planned(planner.memory))
+    monkeypatch.setattr(Planner, "memory_here", lambda planner: 8e9)
+    monkeypatch.setattr(RankGroup, "broadcast", lambda group, number: number)
+    monkeypatch.setattr(RankGroup, "all_gather", lambda group, part: torch.cat((part, part / 2)))
+    with pytest.raises(StopIteration):
+        budget.plan_run(Config(), corpus, fixed_deadline(60), frozenset(), RankGroup(0, 2))
+    planned.assert_called_once_with(4e9)
+
+
 @pytest.mark.parametrize(
     "error",
     [

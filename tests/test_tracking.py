@@ -34,6 +34,17 @@ def test_tensorboard_has_every_metric_once_after_a_resume(cli: Cli, verse: Path)
     assert len([r for r in records if "sample" in r]) == 4
 
 
+def test_a_run_is_resumed_where_tensorboard_is_missing(
+    cli: Cli, verse: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("train", verse, *TINY, "-s", "train.max_steps=2", "--out", "mine").returncode == 0
+    monkeypatch.setattr(writer, "find_spec", lambda name: None)
+    words = ("train", "--resume", "mine", "-s", "train.max_steps=4")
+    assert "or set it to false" in refusal(cli(*words))
+    resumed = cli(*words, "-s", "track.tensorboard=false")
+    assert resumed.returncode == 0, resumed.stderr
+
+
 def test_records_of_repeated_steps_replace_the_earlier_ones(tmp_path: Path) -> None:
     first, resumed = (writer.RunWriter(RunFolder(tmp_path), tensorboard=True) for _ in range(2))
     for step in range(1, 6):
@@ -59,5 +70,5 @@ def test_without_tensorboard_the_setting_is_rejected_and_no_run_is_created(
 ) -> None:
     monkeypatch.setattr(writer, "find_spec", lambda name: None)
     done = cli("train", verse, *TINY, "-s", "train.max_steps=4", "--out", "mine")
-    assert "pip install '.[track]' in chargpt's folder, or leave the setting out" in refusal(done)
+    assert "pip install '.[track]' in chargpt's folder, or set it to false" in refusal(done)
     assert not Path("mine").exists()

@@ -589,13 +589,15 @@ def test_a_resumed_run_is_expected_to_be_as_fast_as_it_was(verse: Path, tmp_path
 
 
 def test_memory_grows_with_the_block_squared_only_where_scores_are_stored() -> None:
-    def activations(block_size: int, dtype: str) -> float:
-        config = tiny_config(**{"model.block_size": block_size, "dtype": dtype})
+    def activations(block_size: int, dtype: str, device: str = "cpu") -> float:
+        values = {"model.block_size": block_size, "dtype": dtype, "device": device}
+        config = tiny_config(**values)
         return (training_bytes(config, 65, 2) - training_bytes(config, 65, 1)) / block_size
 
     assert activations(256, "float32") > activations(128, "float32")
     assert activations(1024, "float32") == activations(512, "float32")
     assert activations(512, "bfloat16") > activations(256, "bfloat16")
+    assert activations(512, "bfloat16", device="cuda") == activations(1024, "float32")
 
 
 # -- batches ----------------------------------------------------------------------------------

@@ -76,7 +76,11 @@ def plan_run(
         seconds = deadline.scoring_seconds + mixture_seconds(corpus, deadline.slowdown, mixing)
         deadline = replace(deadline, scoring_seconds=seconds)
     trials = Trials(corpus, group)
-    pace = Planner(config, corpus, deadline, fixed_keys, trials, group.world_size).plan()
+    planner = Planner(config, corpus, deadline, fixed_keys, trials, group.world_size)
+    if not group.is_alone:  # that of the rank with the least, so that all try the same sizes
+        memory = torch.tensor([planner.memory_here()], dtype=torch.float64)
+        planner = replace(planner, memory=float(group.all_gather(memory).min()))
+    pace = planner.plan()
     reserve_scoring(pace, trials)
     if pace.config.threads is not None and "threads" not in fixed_keys and group.world_size == 1:
         pace.thread_tuner = ThreadTuner(default_threads())

@@ -6,6 +6,7 @@ Shapes in this file: V = vocabulary size, C = n_embd.
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -134,10 +135,10 @@ def forgetting(base_run: Run, run: Run) -> Forgetting | None:
         return None
     base_run.model.to(run.model.device)
     text = run.tokenizer.decode(run.tokenizer.encode(whole, "skip"))
-    n_scored = run.config.train.evaluation_tokens
+    span = max(each.model.block_size for each in (base_run, run))  # so that both score the same
+    score = partial(evaluate_tokens, max_tokens=run.config.train.evaluation_tokens, span=span)
     before, after = (
-        evaluate_tokens(each.model, each.tokenizer.encode(text, "skip"), max_tokens=n_scored)
-        for each in (base_run, run)
+        score(each.model, each.tokenizer.encode(text, "skip")) for each in (base_run, run)
     )
     return Forgetting(
         before.nats_per_char, after.nats_per_char, after.characters, len(whole) - len(text)

@@ -13,7 +13,7 @@ communication, and its overlap with the backward pass.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from chargpt.config import Config, TextConfig
 from chargpt.models import count_parameters
 from chargpt.text.corpus import MIN_BLOCK_SIZE, Corpus, Split
 from chargpt.text.prepare import load_corpus
-from chargpt.text.source import CHUNK_BYTES, find_text, opened, split_source, text_pieces
+from chargpt.text.source import CHUNK_BYTES, Places, find_text, opened, split_source, text_pieces
 from chargpt.text.tokenizer import Tokens
 from chargpt.training.deadline import Deadline
 from chargpt.training.learner import training_bytes
@@ -32,6 +32,7 @@ LAYER_SECONDS = 0.45e-3  # of a step: its kernels in CUDA graphs
 UTILISATION = 0.2  # of the peak FLOP/s
 HOST_GPUS = 8
 MAX_READ_BYTES = 50_000_000  # of a text; of a longer one a sample is read
+SAMPLED_PIECES = 32  # of which the first is the sample; gzip files are read some way ahead
 VALUE_BYTES = 4  # gradients and updates are exchanged in float32
 MIN_EFFICIENCY = 0.2  # of additional GPUs: twice as many have to compute 1.2 times as fast
 
@@ -95,11 +96,12 @@ def sample_corpus(settings: TextConfig, characters: float | None = None) -> Corp
     if n_bytes <= MAX_READ_BYTES or largest is None or largest.size < CHUNK_BYTES:
         corpus, scale = load_corpus(settings), 1.0
     else:
-        plain = settings.model_copy(update={"documents": None})
+        plain, places = settings.model_copy(update={"documents": None}), Places()
         with opened(replace(source, files=(largest,)), settings) as each:
-            text = next(text_pieces(split_source(each, "train", plain)[0], plain))
-        corpus = replace(load_corpus(settings, text=text), name=source.name)
-        scale = n_bytes / CHUNK_BYTES
+            segment = split_source(each, "train", plain)[0]
+            pieces = list(islice(text_pieces(segment, plain, places), SAMPLED_PIECES))
+        corpus = replace(load_corpus(settings, text=pieces[0]), name=source.name)
+        scale = n_bytes / places.n_stored * sum(map(len, pieces)) / len(pieces[0])
     if characters is not None:
         scale = characters / corpus.n_characters
     values = {each.name: getattr(corpus, each.name) for each in fields(corpus)}
@@ -181,6 +183,7 @@ def plan_on_gpus(
     """
     corpus.require_blocks(MIN_BLOCK_SIZE)
     vocab_size, notes = corpus.tokenizer.vocab_size, list[str]()
+    config = config.with_values({"device": "cuda"})
 
     def speed(config: Config, _: float = math.inf) -> float:
         sent = sent_bytes(config, vocab_size, n_gpus) / gpu.bandwidth(n_gpus)

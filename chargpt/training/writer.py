@@ -40,7 +40,7 @@ class RunWriter:
         if self.has_tensorboard and find_spec("tensorboard") is None:
             raise ConfigError(
                 "track.tensorboard needs a package that is not installed; "
-                "pip install '.[track]' in chargpt's folder, or leave the setting out"
+                "pip install '.[track]' in chargpt's folder, or set it to false"
             )
         self.newest: Path | None = None
         self.errors: dict[str, str] = {}
