@@ -14,7 +14,6 @@ from chargpt.distributed import is_main_rank, world_size
 from chargpt.errors import ConfigError, FinishedError, Stopped
 from chargpt.log import collected_notes, logger
 from chargpt.store.run import Run, load_run
-from chargpt.text.source import require_text
 from chargpt.training.mixing import try_add_mixture
 from chargpt.training.start import Request, Session, StartMode, open_session
 from chargpt.training.trainer import StepReport
@@ -108,8 +107,6 @@ def new_request(
 ) -> Request:
     """Return what the arguments of `train` ask for, which starts now; raise as `train` does."""
     started = time.perf_counter()
-    if text is not None:
-        require_text(text)
     try:
         start = StartMode(start)
     except ValueError:

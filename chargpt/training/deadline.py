@@ -108,8 +108,6 @@ class Deadline:
 
     def shared(self, group: RankGroup) -> "Deadline":
         """Return the deadline on the clock of rank 0, which all ranks must read together."""
-        if group.world_size == 1:
-            return self
         started, slowdown = map(group.broadcast, (self.started, self.slowdown))
         clock = self.clock
         return replace(

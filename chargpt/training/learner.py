@@ -37,7 +37,7 @@ from chargpt.device import (
 from chargpt.distributed import RankGroup
 from chargpt.errors import CaptureError, ConfigError, DeviceError, is_out_of_memory
 from chargpt.files import quoted
-from chargpt.inference.evaluation import Evaluation, evaluate_tokens
+from chargpt.inference.evaluation import Baselines, Evaluation, evaluate_tokens
 from chargpt.models import LanguageModel, build_model, count_parameters, rotary_bytes
 from chargpt.models.kernels import MAX_PRODUCT_ROW_BYTES
 from chargpt.models.ngram import NGramLM
@@ -85,7 +85,7 @@ class Learner:
         group: RankGroup,
         device: torch.device,
         saved: Checkpoint | None = None,
-        ngram: NGramLM | None = None,
+        baselines: Baselines | None = None,
         base_run: Run | None = None,
     ) -> None:
         train = config.train
@@ -123,7 +123,7 @@ class Learner:
             self.ema_weights = self._start_ema(dict(self.model.named_parameters()))
         else:
             self.restore(saved, config.optim)
-        self.given_ngram = ngram
+        self.baselines = baselines
         self.ddp_model: torch.nn.Module = self.model
         self.batches = Batches(
             corpus.split("train"),
@@ -143,9 +143,11 @@ class Learner:
         """The n-gram model of the soft targets, on the device; None if they have no weight."""
         if not self.train_config.ngram_target_weight:
             return None
-        ngram = self.given_ngram or NGramLM.fit(
-            self.corpus.split("train"), self.corpus.tokenizer.vocab_size
-        )
+        if self.baselines is not None:
+            ngram = self.baselines.ngram
+        else:
+            train = self.corpus.split("train")
+            ngram = NGramLM.fit(train, self.corpus.tokenizer.vocab_size)
         if ngram.n_tabulated == 1:
             ngram.build_table()  # before it is moved: scattered additions may be slow on a GPU
         return ngram.to(self.device)
@@ -460,7 +462,8 @@ def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
     if model.kind != "bigram":
         activations += model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
         row_bytes = model.block_size * (2 if config.dtype.endswith("float16") else 4)
-        if model.attention == "full" and row_bytes <= MAX_PRODUCT_ROW_BYTES:
+        has_flash = config.device.startswith(("cuda", "xpu"))  # attention that stores no scores
+        if model.attention == "full" and not has_flash and row_bytes <= MAX_PRODUCT_ROW_BYTES:
             activations += 2 * model.n_layer * model.n_head * model.block_size  # scores, weights
     masks = model.block_size**2 if model.attention == "average" else 0
     # weights, gradients, up to two moments of the optimizer, EMA

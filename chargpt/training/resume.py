@@ -48,7 +48,7 @@ RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (  # and names in _every; `text_of_run` compares the text of the same command
     *("train.max_steps", "train.patience", "train.keep_last", "train.max_rollbacks"),
     *("train.micro_batches", "schedule.restarts"),
-    *(*RATES, "device", "dtype", "threads"),
+    *(*RATES, "device", "dtype", "threads", "track.tensorboard"),
 )
 
 
@@ -59,9 +59,9 @@ def resumed_run(
     """Continue a run, by default the newest, from its latest checkpoint."""
     same_command = request.start is StartMode.NEW_OR_RESUME
     changes = request.repeated_settings() if same_command else request.changes()
-    folder = RunFolder(Path())  # other ranks than 0 may not see it
-    if group.is_main:
-        folder = open_run(request.out or request.path or newest_run())
+    found = open_run(request.out or request.path or newest_run()) if group.is_main else None
+    path = group.broadcast_text("" if found is None else str(found.path))
+    folder = found or RunFolder(Path(path))  # which other ranks may not see
     with folder.locked(), ExitStack() as stack:
         saved: Checkpoint = on_all_ranks(group, partial(load_latest, folder))
         read = partial(text_of_run, folder, saved, request, on_progress)
@@ -78,7 +78,6 @@ def resumed_run(
                 "the budget is not used: it plans a new run, and a resumed one keeps its own "
                 f"plan of {config.train.max_steps:,} steps"
             )
-        corpus.require_blocks(config.model.block_size)
         baselines = Baselines(corpus) if group.is_main else None
         session = continue_run(folder, saved, config, corpus, baselines, group)
         if pace is not None:
@@ -111,10 +110,15 @@ def continue_run(
                 f"since {folder.path} was started; restore it, or start a new run with "
                 f"`chargpt train TEXT --from {quoted(folder.path)}`"
             )
-    ngram = None if baselines is None else baselines.ngram
     with explained_memory_errors(config, corpus, group):
         trainer = Trainer(
-            config, corpus, folder=folder, saved=saved, group=group, ngram=ngram, base_run=base_run
+            config,
+            corpus,
+            folder=folder,
+            saved=saved,
+            group=group,
+            baselines=baselines,
+            base_run=base_run,
         )
         step = saved.state.step
         if step and config.device == saved.config.device:  # with validation, saving and samples
@@ -140,7 +144,7 @@ def load_latest(folder: RunFolder) -> Checkpoint:
     if not saved.optimizer:
         raise RunError(
             f"{folder.path} was imported and has no optimizer state; start a new run from its "
-            f"weights with `chargpt train TEXT --from {folder.path}`"
+            f"weights with `chargpt train TEXT --from {quoted(folder.path)}`"
         )
     best = saved.state.best_step
     if not best or exists(saved.folder.with_name(name_of(best))):

@@ -27,6 +27,7 @@ from chargpt.distributed import (
 )
 from chargpt.errors import (
     ConfigError,
+    DeviceError,
     OperationError,
     RunError,
     Stopped,
@@ -38,7 +39,7 @@ from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint, is_abandoned
-from chargpt.store.run import Run, load_run, open_run, run_of
+from chargpt.store.run import Run, open_run, run_of
 from chargpt.text import TextProgress
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.corpus import Corpus
@@ -201,49 +202,44 @@ class Session:
             UnsavedError: the last checkpoint or the metrics are not in the run's folder.
             RunError: the run's folder was renamed; training has stopped, and it is saved there.
         """
-        trainer, group = self.trainer, self.trainer.group
+        trainer, folder = self.trainer, self.folder
 
         def saved_run() -> Path | None:
             has_saved = trainer.writer.saved_step != self.resumed_at
-            return self.folder.path if has_saved else None
+            return folder.path if has_saved else None
 
         try:
             with (
-                explained_memory_errors(trainer.config, trainer.corpus, group, saved_run),
+                explained_memory_errors(trainer.config, trainer.corpus, trainer.group, saved_run),
                 deferred_signals(on_signal) as caught,
             ):
-                yield from self.trainer.steps(
+                yield from trainer.steps(
                     self.pace, lambda report: on_report(report) is True or bool(caught)
                 )
         except UnsavedError:
             with suppress(KeyboardInterrupt, Stopped):  # which end the waiting
-                while not self.has_moved and (failure := self.trainer.save_failure) is not None:
+                while folder.moved_from is None and (failure := trainer.save_failure) is not None:
                     asked = time.perf_counter()
                     is_retry = wait_for_space(failure)
-                    self.trainer.started += time.perf_counter() - asked  # this is no training
+                    trainer.started += time.perf_counter() - asked  # this is no training
                     if not is_retry:
                         break
-                    self.trainer.save()
-            if (failure := self.trainer.save_failure) is not None:
+                    trainer.save()
+            if (failure := trainer.save_failure) is not None:
                 self._save_copy(failure)
                 raise
-        is_early = self.trainer.stopped_by == "signal"  # or by `on_report`
-        is_caught = is_early and group.all_reduce_any(bool(caught))
+        is_early = trainer.stopped_by == "signal"  # or by `on_report`
+        is_caught = is_early and trainer.group.all_reduce_any(bool(caught))
         if is_caught or caught:  # maybe on another rank only
             raise Stopped(caught[0] if caught else signal.SIGTERM, is_saved=True)
-        if self.has_moved:
-            message = f"{self.folder.moved_from} was renamed to {self.folder.path} during training"
+        if folder.moved_from is not None:
+            message = f"{folder.moved_from} was renamed to {folder.path} during training"
             if not trainer.finished:
                 raise RunError(
                     f"{message}, which stopped at step {trainer.state.step:,} and is saved there; "
-                    f"resume with\n  chargpt train --resume {quoted(self.folder.path)}"
+                    f"resume with\n  chargpt train --resume {quoted(folder.path)}"
                 )
             logger.warning(f"{message}; it is saved there")
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether the run's folder was renamed or deleted since it was locked."""
-        return self.folder.moved_from is not None
 
     def _save_copy(self, failure: str) -> None:
         """Raise an UnsavedError that names a copy of the run, unless that cannot be written."""
@@ -267,12 +263,10 @@ class Session:
 
     def late_note(self) -> str | None:
         """Return, on rank 0, a sentence if a budget's command took longer than was announced."""
-        if self.pace is None or not (group := self.trainer.group).is_main:
+        if self.pace is None or not self.trainer.group.is_main:
             return None
-        deadline = self.pace.deadline
-        if group.world_size > 1:  # its clock stands still between the steps
-            deadline = replace(deadline, clock=time.perf_counter)
-        return deadline.late_note()
+        # the clock of the ranks stands still between the steps
+        return replace(self.pace.deadline, clock=time.perf_counter).late_note()
 
 
 @contextmanager
@@ -318,6 +312,7 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
 
     Raises:
         FinishedError: the run to resume has no steps left.
+        DeviceError: two ranks have the same GPU.
         OperationError: another rank has failed.
         ChargptError: the text, a setting or the folder is unusable, or the text of a resumed run
             is damaged.
@@ -333,6 +328,11 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
             yield session
         session.trainer.learner.unwrap_ddp()
     except RuntimeError as error:
+        if "Duplicate GPU" in str(error):  # of NCCL
+            raise DeviceError(
+                "two processes have the same GPU; start no more than there are GPUs, and set device "
+                "to cuda, without a number"
+            ) from None
         if not is_lost_rank_error(error):
             raise
         cause = str(error).splitlines()[0].split("] ")[-1].split(". ")[0]
@@ -345,7 +345,7 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
 
 def on_all_ranks(group: RankGroup, read: Callable[[], Any]) -> Any:
     """Return the text or checkpoint that `read` returns on rank 0, where alone it is called."""
-    if group.world_size == 1:
+    if group.is_alone:
         return read()
     from chargpt.store.mirror import shared  # most runs have one process
 
@@ -372,10 +372,7 @@ def new_run(
     # rank 0 alone reads the text
     source = find_text(config.text, request.text) if group.is_main else Source("text")
     name = f"{slug(source.name)}-{request.config_name or config.model.kind}"
-    with (
-        output_folder(request.out, name) as path,
-        RunFolder(path).locked(is_new=True) as folder,
-    ):
+    with output_folder(request.out, name) as path, RunFolder(path).locked(is_new=True) as folder:
         read = partial(folder.prepare_text, source, config.text, on_progress)
         corpus: Corpus = on_all_ranks(group, read)
         for warning in quick_warnings(corpus) if group.is_main else ():
@@ -388,23 +385,12 @@ def new_run(
             config, corpus, pace = plan_run(config, corpus, shared, fixed_keys, group)
         corpus.require_blocks(config.model.block_size)
         baselines = Baselines(corpus) if group.is_main else None
-        yield start_run(
-            folder,
-            config,
-            corpus,
-            baselines,
-            pace=pace,
-            base_run=base_run,
-            group=group,
-            replaces=replaces,
-        )
+        yield start_run(folder, config, corpus, baselines, pace, base_run, group, replaces=replaces)
 
 
 def shared_run(group: RankGroup, path: str) -> Run:
     """Return a run on the CPU; on other ranks than 0, which may not see it, what that has read."""
-    if group.world_size == 1:
-        return load_run(path, device="cpu")
-    return run_of(on_all_ranks(group, lambda: open_run(path).load("best")), device="cpu")
+    return run_of(on_all_ranks(group, lambda: open_run(path).load("best", optimizer=False)), "cpu")
 
 
 def start_run(
@@ -412,10 +398,10 @@ def start_run(
     config: Config,
     corpus: Corpus,
     baselines: Baselines | None,
-    *,
     pace: Pace | None = None,
     base_run: Run | None = None,
     group: RankGroup = RankGroup(),
+    *,
     replaces: bool = False,
 ) -> Session:
     """Return the session of a new run in a locked folder, which is created here.
@@ -430,10 +416,9 @@ def start_run(
     if pace is not None:
         config, seconds = pace.fit_plan()
     config = config.with_values({"text.documents": corpus.settings.documents})
-    ngram = None if baselines is None else baselines.ngram
     with explained_memory_errors(config, corpus, group):
         trainer = Trainer(
-            config, corpus, folder=folder, group=group, ngram=ngram, base_run=base_run
+            config, corpus, folder=folder, group=group, baselines=baselines, base_run=base_run
         )
         if seconds is None:
             seconds = expected_seconds(trainer)

@@ -19,9 +19,8 @@ from chargpt.device import choose_device, choose_dtype, configure, default_threa
 from chargpt.distributed import RankGroup
 from chargpt.errors import DeviceError, DivergedError, RunError, UnsavedError
 from chargpt.files import quoted
-from chargpt.inference.evaluation import Evaluation
+from chargpt.inference.evaluation import Baselines, Evaluation
 from chargpt.log import logger
-from chargpt.models.ngram import NGramLM
 from chargpt.store.checkpoint import Checkpoint, RunState
 from chargpt.store.folder import RunFolder
 from chargpt.store.metrics import VALIDATION
@@ -65,7 +64,7 @@ class Trainer:
         folder: of checkpoints and metrics; None writes nothing.
         saved: a checkpoint to continue from.
         group: the ranks that train together.
-        ngram: the n-gram model of the training split, for the soft targets, if already fitted.
+        baselines: those of the text, if already fitted; their n-gram model makes soft targets.
         base_run: the run that `train.from_run` names.
 
     Raises:
@@ -84,7 +83,7 @@ class Trainer:
         folder: RunFolder | None = None,
         saved: Checkpoint | None = None,
         group: RankGroup | None = None,
-        ngram: NGramLM | None = None,
+        baselines: Baselines | None = None,
         base_run: Run | None = None,
     ) -> None:
         self.group = group or RankGroup()
@@ -92,6 +91,12 @@ class Trainer:
         if self.device.type == "mps" and self.group.world_size > 1:
             raise DeviceError(
                 "an Apple GPU trains with one process; start without torchrun, or set device to cpu"
+            )
+        kind = self.group.broadcast_text(self.device.type)
+        if self.group.all_reduce_any(kind != self.device.type):
+            raise DeviceError(
+                f"the processes have different devices, such as {kind} of rank 0; set device, or "
+                "see what is wrong with a GPU by `chargpt doctor`"
             )
         configure(self.device, deterministic=config.deterministic)
         if self.device.index is not None:
@@ -110,7 +115,9 @@ class Trainer:
             default_threads()  # before it is changed
             torch.set_num_threads(config.threads)
         self.folder = folder if self.group.is_main else None
-        self.learner = Learner(self.config, corpus, self.group, self.device, saved, ngram, base_run)
+        self.learner = Learner(
+            self.config, corpus, self.group, self.device, saved, baselines, base_run
+        )
         self.model, self.dtype = self.learner.model, self.learner.dtype
         self.writer = RunWriter(self.folder, tensorboard=self.config.track.tensorboard)
         base = base_run.fingerprint().hex() if base_run and config.optim.l2_sp else None
@@ -354,7 +361,7 @@ class Trainer:
         if not self.pending:
             return
         values = torch.stack([torch.stack((loss, norm)) for _, _, loss, norm in self.pending])
-        rows = self.group.all_reduce_mean(values).tolist()
+        rows = (self.group.all_reduce_sum(values) / self.group.world_size).tolist()
         records: list[dict[str, object]] = []
         try:
             for (step, factor, _, _), (loss, norm) in zip(self.pending, rows, strict=True):

@@ -47,10 +47,10 @@ from chargpt.config import Config, ModelConfig, load_config
 from chargpt.device import choose_device, choose_dtype, synchronize
 from chargpt.distributed import RankGroup
 from chargpt.errors import ChargptError
+from chargpt.inference.evaluation import Baselines
 from chargpt.models import LanguageModel, build_model
 from chargpt.models.gpt import GPT
 from chargpt.models.kernels import RMSNorm
-from chargpt.models.ngram import NGramLM
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
 from chargpt.training.learner import Learner
@@ -485,8 +485,7 @@ def main() -> None:
     corpus, number = load_corpus(base.text), arguments.steps
     sized = [config_of_size(base, size, LONG, corpus).with_values(changes) for size in SIZES]
     configs = {f"{each.model.n_layer} x {each.model.n_embd}": each for each in sized}
-    ngram = NGramLM.fit(corpus.split("train"), corpus.tokenizer.vocab_size)
-    train = partial(Trainer, corpus=corpus, ngram=ngram)
+    train = partial(Trainer, corpus=corpus, baselines=Baselines(corpus))
     found, failures = Measurements(arguments.json), list[str]()
     shared = (configs, train, number, found)
     if "starts" in arguments.parts:
