@@ -8,7 +8,8 @@ import typer
 
 from chargpt.cli import console, options, tables
 from chargpt.errors import TextError, most_similar
-from chargpt.text.catalog import CATALOG, fetch, resolve_settings
+from chargpt.files import quoted
+from chargpt.text.catalog import CATALOG, DATA, fetch, resolve_settings
 from chargpt.text.corpus import Corpus
 from chargpt.text.describe import describe
 from chargpt.text.display import one_line, sign_or_code
@@ -32,9 +33,7 @@ def list_() -> None:
 @app.command()
 def get(
     name: Annotated[str, typer.Argument(help="A name from `chargpt data list`.")],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write it to.")] = Path(
-        "data"
-    ),
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to write it to.")] = DATA,
 ) -> None:
     """Fetch a named text and verify its checksum. Example: `chargpt data get tinyshakespeare`."""
     if name not in CATALOG:
@@ -43,7 +42,7 @@ def get(
         raise TextError(f"there is no text named {name!r}; {hint}")
     path = fetch(CATALOG[name], to, console.LoadingProgress())
     console.out(f"{path} ({console.size(path.stat().st_size)})")
-    argument = name if to == Path("data") else str(path)
+    argument = name if to == DATA else quoted(path)
     console.say(f"train on it with `chargpt train {argument}`")
 
 

@@ -83,9 +83,8 @@ def explain(
     print_sections(sections)
     if maps and plot is None and html is None:
         console.out("as plots: --plot attention.png, or --html attention.html")
-    for path in (plot, html):
-        if path is not None:
-            console.out(f"written: {path}")
+    for path in filter(None, (plot, html)):
+        console.out(f"written: {path}")
 
 
 def find_subject(

@@ -245,7 +245,7 @@ class Writer:
         elif name in self.counts:
             self.set_count(name, value)
         else:
-            self.config = change_setting(self.config, line[1:], [*CHANGEABLE, *self.counts])
+            self.config = change_setting(self.config, name, value, [*CHANGEABLE, *self.counts])
 
     def menu(self) -> list[str]:
         """Return the suggestions as numbered lines; compute them if the text has changed."""
@@ -262,14 +262,9 @@ class Writer:
         ]
 
     def _suggest(self) -> list[Suggestion]:
-        return suggest(
-            self.run,
-            self.text,
-            self.counts["suggestions"],
-            words=self.counts["ahead"],
-            excluded=self.excluded,
-            unknown=self.config.text.unknown,
-        )
+        n, words = self.counts["suggestions"], self.counts["ahead"]
+        unknown = self.config.text.unknown
+        return suggest(self.run, self.text, n, words=words, excluded=self.excluded, unknown=unknown)
 
     def _label(self, suggested: str) -> str:
         """Return a suggestion for display: … where it continues a word, no space at its start."""
@@ -376,13 +371,12 @@ class Writer:
         console.say(f"{name} is {self.counts[name]}")
 
 
-def change_setting(config: Config, written: str, names: Sequence[str] = CHANGEABLE) -> Config:
-    """Return the config with a setting changed, written like `temperature 0.5`; print its value.
+def change_setting(config: Config, name: str, value: str, names: Sequence[str]) -> Config:
+    """Return the config with a setting changed, as by `/temperature 0.5`; print its value.
 
     Raises:
         ConfigError: there is no such setting, or the value is invalid; `names` has those there are.
     """
-    name, value = [*re.split("[ =]+", written.strip(), maxsplit=1), ""][:2]
     name = name.replace("-", "_")
     if name not in CHANGEABLE:
         raise ConfigError(f"there is no setting {name!r:.40}; there are {', '.join(names)}")

@@ -93,10 +93,5 @@ def comparison_html(result: Comparison) -> str:
     """Return the table of the models, the conclusions and the validation curves."""
     figure = plots.loss_curves(result.curves, result.curve_baselines, result.title, WIDTH)
     columns, rows = compare.table_of(result)
-    return html(
-        f"{result.title}: loss on {result.scored_on}",
-        rows,
-        columns,
-        conclusions(result),
-        plots.inline(figure, result.title),
-    )
+    caption = f"{result.title}: loss on {result.scored_on}"
+    return html(caption, rows, columns, conclusions(result), plots.inline(figure, result.title))

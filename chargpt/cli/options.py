@@ -128,9 +128,8 @@ def command_group(help_: str) -> typer.Typer:
 
 def require_outputs(*paths: Path | None) -> None:
     """Check that the files named may be written, before the work for them."""
-    for path in paths:
-        if path is not None:
-            require_output(path)
+    for path in filter(None, paths):
+        require_output(path)
 
 
 def reject(given: Mapping[str, object], cause: str) -> None:

@@ -136,12 +136,8 @@ def plan_here(request: Request, *, json_: bool) -> None:
         ) as session,
     ):
         assert session.pace is not None, "there is a budget"
-        run = planned_run(
-            session.trainer.config,
-            session.trainer.corpus,
-            session.pace.speed,
-            session.trainer.group.world_size,
-        )
+        trainer, speed = session.trainer, session.pace.speed
+        run = planned_run(trainer.config, trainer.corpus, speed, trainer.group.world_size)
         if json_:
             console.out_json(as_json(run))
             return

@@ -57,11 +57,9 @@ def _show_result(session: Session, *, json_: bool) -> None:
         scores = final_scores(session, best)
     records = best.records()
     sentences = summarize(best, scores, records)
-    forgotten = None
-    if session.base_run is not None:
-        forgotten = forgetting(session.base_run, best)
-        if forgotten is not None:
-            sentences.append(forgotten.describe(session.base_run))
+    forgotten = forgetting(base, best) if (base := session.base_run) else None
+    if base and forgotten:
+        sentences.append(forgotten.describe(base))
     if session.resumed_at is not None and (state.best_step or 0) <= session.resumed_at:
         sentences.append(
             f"The steps after {session.resumed_at:,} did not lower the validation loss."

@@ -87,32 +87,19 @@ def verify(run: options.RunOrNewest = None, json_: options.Json = False) -> None
     folder = open_run(find_run(run))
     result = checks.verify(folder)
     if json_:
-        checkpoints = [
+        facts: dict[str, Any] = {"run": str(folder.path), "intact": not result.problems}
+        facts["checkpoints"] = [
             {"checkpoint": each.folder.name, "bytes": each.size, "problem": each.problem}
             for each in result.checkpoints
         ]
-        console.out_json(
-            {
-                "run": str(folder.path),
-                "intact": not result.problems,
-                "checkpoints": checkpoints,
-                "loaded_by": {name: path and path.name for name, path in result.loaded_by.items()},
-                "problems": result.problems,
-                "notes": result.notes,
-            }
-        )
+        facts["loaded_by"] = {name: path and path.name for name, path in result.loaded_by.items()}
+        console.out_json({**facts, "problems": result.problems, "notes": result.notes})
     else:
-        rows = [
-            [
-                each.folder.name,
-                " and ".join(
-                    name for name, path in result.loaded_by.items() if path == each.folder
-                ),
-                console.size(each.size),
-                "damaged" if each.problem else "intact",
-            ]
-            for each in result.checkpoints
-        ]
+        rows = []
+        for each in result.checkpoints:
+            uses = (name for name, path in result.loaded_by.items() if path == each.folder)
+            state = "damaged" if each.problem else "intact"
+            rows.append([each.folder.name, " and ".join(uses), console.size(each.size), state])
         tables.table(["checkpoint", "loaded as", "size", "state"], rows)
         for sentence in (*result.problems, *result.notes):
             console.out_sentence(sentence)
@@ -134,11 +121,7 @@ def find_run(path: Path | None) -> Path:
 
 
 def load_named_run(
-    path: Path | None,
-    checkpoint: str,
-    device: str | None,
-    *,
-    mixture: bool = False,
+    path: Path | None, checkpoint: str, device: str | None, *, mixture: bool = False
 ) -> Run:
     """Load a run, or the newest one, with its mixture if asked."""
     run = load_run(find_run(path), checkpoint, device or "auto")

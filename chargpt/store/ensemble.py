@@ -10,7 +10,7 @@ from typing import NoReturn
 from chargpt.errors import ConfigError, RunError
 from chargpt.models.ensemble import Ensemble
 from chargpt.store.run import Run, as_run
-from chargpt.text.corpus import JoinedCorpus, joined
+from chargpt.text.corpus import JoinedCorpus, joined, translated
 from chargpt.text.display import display_char
 from chargpt.text.tokenizer import Tokens
 
@@ -42,13 +42,8 @@ class MixedRun(Run):
 
     def texts(self) -> list[Tokens]:
         """Return the text of each run in the mixed vocabulary; RunError as of a run."""
-        texts = []
-        for part in self.parts:
-            corpus = part.corpus()
-            corpus.require_intact()
-            text = corpus.tokenizer.decode(corpus.tokens)
-            texts.append(self.tokenizer.encode(text, unknown="replace"))
-        return texts
+        corpora = [part.corpus() for part in self.parts]
+        return [translated(each, each.tokens, self.tokenizer) for each in corpora]
 
 
 def mix(runs: Sequence[Run | str | Path], weights: Sequence[float] | None = None) -> Run:

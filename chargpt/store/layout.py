@@ -12,22 +12,16 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
 
-from chargpt.errors import RunError
+from chargpt.errors import RunError, reason_of
 from chargpt.files import entry_names, exists, is_missing, name_pattern, open_regular
-from chargpt.store.checkpoint import (
-    CHECKPOINT_NAME,
-    CONFIG,
-    FILES,
-    KEEP,
-    TOKENIZER,
-    UNFINISHED,
-)
+from chargpt.log import logger
+from chargpt.store.checkpoint import CHECKPOINT_NAME, CONFIG, FILES, KEEP, TOKENIZER, UNFINISHED
 from chargpt.store.commit import MANIFEST, read_error
 from chargpt.text.prepare import TEXT_FILES
 from chargpt.text.tokenizer import FORMAT
@@ -122,25 +116,28 @@ def is_run(path: Path) -> bool:
     return (CONFIG in names and TOKENIZER in names) or has_checkpoint(path)
 
 
-def is_readable_run(path: Path) -> bool:
-    """Return whether a folder is a run, as far as this user can read it."""
+def is_readable_run(path: Path, *, logs: bool = False) -> bool:
+    """Return whether a folder is a run, as far as this user can read it; log if it cannot be."""
     try:
         return path.name != NEW and is_run(path)
-    except OSError:
+    except OSError as error:
+        if logs:
+            logger.warning(f"{path} cannot be read ({reason_of(error)}): it may be a run")
         return False
 
 
-def find_runs(
-    parent: Path, is_known_run: Callable[[Path], bool] = is_readable_run, depth: int = 2
-) -> Iterator[Path]:
-    """Yield the runs at most `depth` levels deep in a folder, none in a run or through a link."""
+def find_runs(parent: Path, depth: int = 2, *, logs: bool = False) -> Iterator[Path]:
+    """Yield the runs at most `depth` levels deep in a folder, none in a run or through a link.
+
+    With `logs`, folders that cannot be read are logged.
+    """
     for path in parent.glob("*"):
         if os.path.islink(path):
             continue
-        if is_known_run(path):
+        if is_readable_run(path, logs=logs):
             yield path
         elif depth > 1:
-            yield from find_runs(path, is_known_run, depth - 1)
+            yield from find_runs(path, depth - 1, logs=logs)
 
 
 def is_abandoned(path: Path) -> bool:

@@ -7,9 +7,8 @@ from typing import Literal
 
 from filelock import FileLock, Timeout
 
-from chargpt.errors import ChargptError, UnreadableError, reason_of
+from chargpt.errors import ChargptError, UnreadableError
 from chargpt.files import entry_names, read_regular
-from chargpt.log import logger
 from chargpt.models import count_parameters
 from chargpt.store.checkpoint import (
     CONFIG,
@@ -20,26 +19,13 @@ from chargpt.store.checkpoint import (
     parse_config,
 )
 from chargpt.store.commit import read_error
-from chargpt.store.layout import (
-    CHECKPOINTS,
-    LOCK,
-    NEW,
-    find_runs,
-    has_checkpoint,
-    is_run,
-    require_no_links,
-)
+from chargpt.store.layout import CHECKPOINTS, LOCK, find_runs, has_checkpoint, require_no_links
 from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import CharTokenizer
 
+# unreadable now: no permission, or an error of the disk
 Status = Literal[
-    "finished",
-    "stopped early",
-    "training",
-    "unfinished",
-    "no checkpoint",
-    "damaged",
-    "unreadable",  # now: no permission, or an error of the disk
+    "finished", "stopped early", "training", "unfinished", "no checkpoint", "damaged", "unreadable"
 ]
 
 
@@ -72,7 +58,7 @@ def list_runs(parent: Path) -> list[RunSummary]:
         entry_names(parent)
     except OSError as error:
         raise read_error(parent, error) from None
-    found = [summarize(path) for path in find_runs(parent, is_known_run)]
+    found = [summarize(path) for path in find_runs(parent, logs=True)]
     return sorted(found, key=_time_of, reverse=True)
 
 
@@ -83,15 +69,6 @@ def _time_of(summary: RunSummary) -> float:
         return (summary.run / CONFIG).stat().st_mtime
     except OSError:
         return 0.0
-
-
-def is_known_run(path: Path) -> bool:
-    """Return whether a folder is a run; log that it cannot be read."""
-    try:
-        return path.name != NEW and is_run(path)
-    except OSError as error:
-        logger.warning(f"{path} cannot be read ({reason_of(error)}): it may be a run")
-        return False
 
 
 def summarize(path: Path) -> RunSummary:

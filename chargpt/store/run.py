@@ -16,6 +16,7 @@ from torch import Tensor
 from chargpt.config import Config
 from chargpt.device import choose_device, configure, require_memory, tune_threads
 from chargpt.errors import RunError, TextError, most_similar, reason_of
+from chargpt.files import quoted
 from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.checkpoint import Checkpoint, RunState, last_saved, list_checkpoints
@@ -115,11 +116,8 @@ class Run:
         """Return a hash of the model's weights and settings and of the vocabulary, 8 bytes."""
         settings = self.tokenizer.to_json() + self.config.model.model_dump_json()
         digest = hashlib.sha256(settings.encode())
-        weights = {
-            name: tensor
-            for name, tensor in self.model.state_dict().items()
-            if tensor.dtype == torch.float32
-        }
+        state = self.model.state_dict()
+        weights = {name: each for name, each in state.items() if each.dtype == torch.float32}
         for chunk in serialize(weights):
             digest.update(chunk)
         return digest.digest()[:8]
@@ -134,7 +132,7 @@ class Run:
         if self.state.corpus_key is None and not folder.has_text():
             raise RunError(
                 f"{self.folder} was imported without its text; name one where the command takes "
-                f"it, as in `chargpt evaluate {self.folder} --text FILE`"
+                f"it, as in `chargpt evaluate {quoted(self.folder)} --text FILE`"
             )
         return folder.read_text(self.config.text, self.tokenizer, self.state.corpus_key)
 

@@ -88,7 +88,11 @@ def _check_files(run: RunFolder, latest: Checkpoint, problems: list[str], notes:
         if latest.optimizer:  # an imported run has neither an optimizer state nor metrics
             problems += run.metrics.problems(latest.state)
         for page in filter(exists, (run.path / REPORT, run.path / PLAY)):
-            _check_page(page, notes)
+            try:
+                if not is_unchanged_output(read_regular(page, MAX_PAGE_BYTES)):
+                    notes.append(f"{page} was changed, or written by an earlier version of chargpt")
+            except ValueError as error:
+                notes.append(f"{page} was not checked ({error})")
     except (ChargptError, OSError) as error:
         problems.append(str(error))
     try:
@@ -101,14 +105,6 @@ def _check_files(run: RunFolder, latest: Checkpoint, problems: list[str], notes:
     except RunError as error:
         if str(error) not in problems:  # of the text, whose n-grams a mixture counts
             problems.append(str(error))
-
-
-def _check_page(path: Path, notes: list[str]) -> None:
-    try:
-        if not is_unchanged_output(read_regular(path, MAX_PAGE_BYTES)):
-            notes.append(f"{path} was changed, or written by an earlier version of chargpt")
-    except ValueError as error:
-        notes.append(f"{path} was not checked ({error})")
 
 
 def _check(folder: Path) -> CheckedCheckpoint:

@@ -345,7 +345,8 @@ def joined(parts: Sequence[Corpus], tokenizer: CharTokenizer) -> JoinedCorpus:
         RunError: a file of a text is damaged.
     """
     splits = [
-        np.concatenate([translated(part, split, tokenizer) for part in parts]) for split in SPLITS
+        np.concatenate([translated(part, part.split(split), tokenizer) for part in parts])
+        for split in SPLITS
     ]
     return JoinedCorpus(
         name=" and ".join(part.name for part in parts),
@@ -359,10 +360,10 @@ def joined(parts: Sequence[Corpus], tokenizer: CharTokenizer) -> JoinedCorpus:
     )
 
 
-def translated(corpus: Corpus, split: Split, tokenizer: CharTokenizer) -> Tokens:
-    """Return a split of a text in the tokens of another vocabulary; errors of `joined`."""
+def translated(corpus: Corpus, tokens: Tokens, tokenizer: CharTokenizer) -> Tokens:
+    """Return tokens of a text as those of another vocabulary; errors of `joined`."""
     corpus.require_intact()
-    return tokenizer.encode(corpus.tokenizer.decode(corpus.split(split)), unknown="replace")
+    return tokenizer.encode(corpus.tokenizer.decode(tokens), unknown="replace")
 
 
 def count_tokens(tokens: Tokens, vocab_size: int) -> Ints:

@@ -95,7 +95,7 @@ def describe(corpus: Corpus) -> dict[str, Any]:
         "bigram_bits": conditional_entropy_bits(pairs) / corpus.characters_per_token,
         "vocabulary_summary": tokenizer.describe(),
         "rare_fraction": corpus.rare_fraction,
-        "warnings": _warnings(corpus, known, pairs),
+        "warnings": _warnings(corpus, known),
     }
 
 
@@ -133,7 +133,7 @@ def count_line_ends(corpus: Corpus) -> dict[str, int]:
     return dict(+counts)
 
 
-def _warnings(corpus: Corpus, known: Ints, pairs: PairCounts) -> list[str]:
+def _warnings(corpus: Corpus, known: Ints) -> list[str]:
     vocab_size, once = corpus.tokenizer.vocab_size, int((known == 1).sum())
     n_bytes = len(replace(corpus.tokenizer, has_unknown=False, has_bytes=True).bytes_)
     found = quick_warnings(corpus, MIN_REPEATED)

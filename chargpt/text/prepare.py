@@ -221,14 +221,9 @@ def prepare(
                 for split, each in {"train": source, **source.held_out}.items()
             }
             if settings.documents == "auto":
-                start = ""
                 segment = split_source(parts["train"], "train", settings)[0]
-                for piece in text_pieces(segment, settings):
-                    start += piece
-                    if len(start) >= MAX_START:
-                        break
-                documents = sure_documents(start)
-                settings = settings.model_copy(update={"documents": documents})
+                start = next(_merged(text_pieces(segment, settings), MAX_START), "")
+                settings = settings.model_copy(update={"documents": sure_documents(start)})
             is_last = len(parts["train"].files) > 1 and "val" not in parts
             if is_last and settings.documents is None:
                 logger.warning(
@@ -326,12 +321,11 @@ def _runner(
     segment, and returns the results.
     """
     files = [(split, file) for split, part in parts.items() for file in part.files]
-    streams = (part.stream for part in parts.values() if part.stream is not None)
+    streams = [part.stream for part in parts.values() if part.stream is not None]
     total = sum(file.size for _, file in files)
     total += sum(stream.seek(0, os.SEEK_END) for stream in streams)
     workers = None
-    has_streams = any(segment.stream for segment in segments)
-    if len(segments) >= MIN_SEGMENTS and sys.executable and not has_streams:
+    if len(segments) >= MIN_SEGMENTS and sys.executable and not streams:
         from chargpt.text.workers import Workers  # most texts do not need them
 
         workers = Workers(folder, [KEY_VERSION, files, settings.model_dump(mode="json")])
@@ -385,7 +379,7 @@ def count_segment(
         if content:
             hashes[path].update(content)
 
-    for text in _merged(text_pieces(segment, settings, places, hash_chunk)):
+    for text in _merged(text_pieces(segment, settings, places, hash_chunk), CHUNK_BYTES // 2):
         if text.isascii():
             counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
         else:
@@ -433,7 +427,7 @@ def encode_segment(
     path, at, until = areas[0]
     with open(path, "r+b") as file:
         file.seek(at)
-        for text in _merged(text_pieces(segment, settings, places)):
+        for text in _merged(text_pieces(segment, settings, places), CHUNK_BYTES // 2):
             content = tokenizer.encode(text, "replace").view(np.uint8).data
             checksums[0] = zlib.crc32(content, checksums[0])
             file.write(content)
@@ -451,13 +445,13 @@ def encode_segment(
     yield Encoded(places.n_stored, checksums)
 
 
-def _merged(pieces: Iterator[str]) -> Iterator[str]:
-    """Yield a text in longer pieces: short ones, as of small files, cost more than their text."""
+def _merged(pieces: Iterator[str], least: int) -> Iterator[str]:
+    """Yield a text in pieces of `least` characters: short ones, as of small files, cost more."""
     short, size = list[str](), 0
     for piece in pieces:
         short.append(piece)
         size += len(piece)
-        if size >= CHUNK_BYTES // 2:
+        if size >= least:
             yield "".join(short)
             short, size = [], 0
     if size:
@@ -742,7 +736,7 @@ def _mapped(path: Path, dtype: Any) -> Any:
 
 
 def _open(folder: Path, settings: TextConfig, tokenizer: CharTokenizer, meta: _Meta) -> Corpus:
-    """Return the text of a folder, memory-mapped; ValueError if its ids are not the tokenizer's."""
+    """Return the text of a folder, memory-mapped if it is long."""
     lines = _mapped(folder / LINES, np.int64) if LINES in meta.checksums else None
     return Corpus(
         name=meta.name,

@@ -362,7 +362,7 @@ def _find_folder(root: Path, settings: TextConfig) -> Source:
             run = runs[0].parent
             raise MissingTextError(
                 f"{root} is a {'run' if run == root else 'folder of runs'}, not a text; name a "
-                f"text (`chargpt train --resume {run}` continues the run)"
+                f"text (`chargpt train --resume {quoted(run)}` continues the run)"
             )
         common = max(others, key=others.__getitem__, default="")
         read = f"-s text.suffixes={common}" if common else quoted(f"{glob.escape(str(root))}/*")
@@ -463,13 +463,11 @@ def _without_others(source: Source, settings: TextConfig) -> Source:
             marked_up.append(name)
         if head.isascii() or problem:
             continue
-        try:
-            codecs.getincrementaldecoder("utf-8")().decode(head)
-            has_utf8 = True
-        except UnicodeDecodeError as error:
+        if (error := _utf8_error(head)) is not None:
             if file and own_codec == "utf-8":
                 others[file.path] = error
             continue
+        has_utf8 = True
         # latin-1 is the encoding of those who train on bytes
         if not own_codec.startswith(("utf", "iso8859-1")):
             utf8.append(name)
@@ -659,19 +657,18 @@ def text_pieces(
         TextError: a file cannot be read or is a damaged archive, or the text is too large; bytes
             that do not decode are named with their offset, if errors are `strict`.
     """
-    codec, n_bytes, n_stored = codec_name(settings.encoding), 0, 0
+    codec, n_bytes = codec_name(settings.encoding), 0
     places = places or Places()
 
     def chunks(stretch: Stretch) -> Iterator[bytes]:
-        nonlocal n_bytes, n_stored
-        position = stretch.begin
+        nonlocal n_bytes
+        before = places.n_stored - stretch.begin
         for content, position in _read(stretch, segment.stream):
             n_bytes += len(content)
             require_size(n_bytes, stretch.path)
             on_chunk(stretch.path, content)
-            places.n_stored = n_stored + position - stretch.begin
+            places.n_stored = before + position
             yield content
-        n_stored = places.n_stored
 
     files = (
         _decode_file(stretch, codec, settings.encoding_errors, chunks(stretch))
@@ -760,8 +757,8 @@ def _undecodable(
                 f"its last bytes out: head -c {position} {quoted(name)}"
             )
         guesses = guess_encodings(content, error.start)
-        is_marked = _codec_of("auto", content) != "utf-8"
-        is_auto = (is_marked or _is_utf8(content)) and not codec.startswith(("utf-16", "utf-32"))
+        is_readable = _codec_of("auto", content) != "utf-8" or _utf8_error(content) is None
+        is_auto = is_readable and not codec.startswith(("utf-16", "utf-32"))
         with suppress(UnicodeError):  # as of a codec of host names
             n_replaced = content.decode(codec, "replace").count("\ufffd")
             has_few = n_replaced <= MAX_REPLACED * len(content)
@@ -783,13 +780,13 @@ def _undecodable(
     return f"{problem}; {remedy}{REPLACE_REMEDY if has_few else ''}"
 
 
-def _is_utf8(content: bytes) -> bool:
-    """Return whether bytes, which may end inside a character, are UTF-8."""
+def _utf8_error(content: bytes) -> UnicodeDecodeError | None:
+    """Return why bytes, which may end inside a character, are not UTF-8; None if they are."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(content)
-    except UnicodeError:
-        return False
-    return True
+    except UnicodeDecodeError as error:
+        return error
+    return None
 
 
 def decode_bytes(content: bytes, encoding: str, name: str = "the text") -> tuple[str, str, str]:

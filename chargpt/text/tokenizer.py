@@ -399,11 +399,7 @@ class CharTokenizer:
     def _describe_unknown(self, text: str) -> str:
         """Return the error message for a text with characters outside the vocabulary."""
         found = self.find_unknown(text)
-        forms = {
-            "lower case": text.lower(),
-            "upper case": text.upper(),
-            **normal_forms(text),
-        }
+        forms = {"lower case": text.lower(), "upper case": text.upper(), **normal_forms(text)}
         known = (name for name, changed in forms.items() if not self.find_unknown(changed))
         remedy = "".join(f"convert it to {name}, or " for name in known)
         return (
@@ -462,11 +458,7 @@ class CharTokenizer:
     def to_json(self) -> str:
         """Return the vocabulary as JSON (ASCII only, one line)."""
         tree = {"format": FORMAT, "version": VERSION, "characters": self.characters}
-        optional = {
-            "bytes": self.has_bytes,
-            "eos_token": self.eos_token,
-            "crlf": self.has_crlf,
-        }
+        optional = {"bytes": self.has_bytes, "eos_token": self.eos_token, "crlf": self.has_crlf}
         given = {key: value for key, value in optional.items() if value}
         return json.dumps({**tree, "unknown": self.has_unknown, **given})
 

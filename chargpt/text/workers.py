@@ -72,11 +72,8 @@ class Workers:
         """Kill the processes, whatever they do."""
         for process in self.processes:
             process.kill()
-            for each in (process.stdin, process.stdout):
-                assert each is not None
-                with suppress(BrokenPipeError):
-                    each.close()
-            process.wait()
+            with suppress(BrokenPipeError), process:  # closes its pipes and waits for it
+                pass
 
     def run(
         self,
