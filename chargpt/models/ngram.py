@@ -18,7 +18,6 @@ Shapes in this file: N = tokens of the training text, V = vocabulary size, G = d
 order k, P = those of order k - 1, B = batch, T = tokens; of `bigram_log_probs`, N = pairs.
 """
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
 import numpy as np
@@ -79,30 +78,28 @@ class NGramLM(LanguageModel):
         # sorted by the n-grams of order 0, all the same
         positions = np.arange(len(tokens) + 1, dtype=np.int32)
         ids = np.zeros_like(positions)  # of the n-gram at each position
-        codes, n_contexts = np.zeros(1, np.int64), 1
-        orders: list[Future[NGramOrder]] = []
-        with ThreadPoolExecutor(1) as pool:  # numpy sorts without Python's lock
-            for k in range(1, min(order, len(tokens)) + 1):
-                positions = positions[positions > 0] - 1
-                positions = positions[tokens[positions].argsort(kind="stable")]
-                all_codes = ids[positions].astype(np.int64)
-                all_codes *= vocab_size
-                all_codes += tokens[positions + k - 1]
-                is_first = np.append(True, all_codes[1:] != all_codes[:-1])
-                starts = np.flatnonzero(is_first)
-                if k > 1:  # the lower order has continuation counts
-                    suffix = ids[positions[starts] + 1]  # an n-gram without its first token
-                    # the n-gram at the start of the text has no token before it
-                    counts = np.bincount(suffix, minlength=len(codes)).clip(min=1)
-                    orders.append(pool.submit(NGramOrder, codes, counts, n_contexts, vocab_size))
-                    n_contexts = len(codes)
-                codes = all_codes[starts]
-                ids = np.empty_like(positions)
-                ids[positions] = is_first.cumsum(dtype=np.int32) - 1
-            counts = np.diff(starts, append=len(positions))
-            orders.append(pool.submit(NGramOrder, codes, counts, n_contexts, vocab_size))
+        codes: list[Ints] = []  # of each order
+        counts: list[Ints] = []
+        for k in range(1, min(order, len(tokens)) + 1):
+            positions = positions[positions > 0] - 1
+            positions = positions[tokens[positions].argsort(kind="stable")]
+            all_codes = ids[positions].astype(np.int64)
+            all_codes *= vocab_size
+            all_codes += tokens[positions + k - 1]
+            is_first = np.append(True, all_codes[1:] != all_codes[:-1])
+            starts = np.flatnonzero(is_first)
+            if k > 1:  # the lower order has continuation counts
+                suffix = ids[positions[starts] + 1]  # an n-gram without its first token
+                # the n-gram at the start of the text has no token before it
+                counts[-1] = np.bincount(suffix, minlength=len(codes[-1])).clip(min=1)
+            codes.append(all_codes[starts])
+            counts.append(np.diff(starts, append=len(positions)))
+            ids = np.empty_like(positions)
+            ids[positions] = is_first.cumsum(dtype=np.int32) - 1
         del positions, ids, all_codes, is_first
-        model = cls(vocab_size, block_size, [order.result() for order in orders])
+        n_contexts = [1, *map(len, codes[:-1])]
+        orders = map(NGramOrder, codes, counts, n_contexts, [vocab_size] * len(codes))
+        model = cls(vocab_size, block_size, list(orders))
         release_memory()
         return model
 
