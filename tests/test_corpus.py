@@ -743,9 +743,9 @@ def test_a_text_that_changes_between_the_passes_is_rejected(
 # The files of a prepared text
 
 
-def prepared(path: Path, folder: Path, **values: object) -> Corpus:
+def prepared(path: Path, folder: Path, like: str | None = None, **values: object) -> Corpus:
     settings = TextConfig.model_validate({"path": str(path), **values})
-    return prepare(find_text(settings), settings, folder)
+    return prepare(find_text(settings), settings, folder, like=like)
 
 
 def test_the_key_depends_on_encoding_and_min_count(write: Write) -> None:
@@ -763,17 +763,20 @@ def test_the_key_depends_on_encoding_and_min_count(write: Write) -> None:
     assert spelt == load(path, encoding="cp1251", val_fraction=0.3).key
 
 
-def test_keys_and_tokens_are_those_of_earlier_versions(write: Write) -> None:
+def test_keys_and_tokens_are_those_of_earlier_versions(write: Write, tmp_path: Path) -> None:
     path = write("hello, w\u00f6rld\n")
     corpus = load(path)
-    assert corpus.key == "b82d901cb0674a0e970962a52072f4cf1ecdc5743e5d7007bfc604adfda50cb8"
+    assert corpus.key == "2-b4283aad31145aafe4e0b5d95a060eada0a455f7342f9c5e353e8dbc78235fc0"
+    old = "b82d901cb0674a0e970962a52072f4cf1ecdc5743e5d7007bfc604adfda50cb8"
+    assert prepared(path, tmp_path / "old", like=old).key == old
+    assert prepared(path, tmp_path / "new", like=corpus.key).key == corpus.key
     assert corpus.tokens.tolist() == [5, 4, 6, 6, 7, 2, 1, 9, 10, 8, 6, 3, 0]
     assert corpus.tokenizer.to_json() == (
         '{"format": "chargpt-tokenizer", "version": 1, "characters": "\\n ,dehlorw\\u00f6", '
         '"unknown": false}'
     )
     rare = load(path, encoding="latin-1", min_count=2, rare="unknown")
-    assert rare.key == "76a7cac920b63533a1ee4901523ce9524fd55c314793b7805b2eebca6ca01017"
+    assert rare.key == "2-ee887138d9f9c910e0b2dcfe861b35fc38d56eacb5a217dbe143490fdd7c7394"
     assert rare.tokens.tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1]
 
 

@@ -488,10 +488,14 @@ class RunFolder:
         return saved
 
     def prepare_text(
-        self, source: Source, settings: TextConfig, on_progress: TextProgress | None = None
+        self,
+        source: Source,
+        settings: TextConfig,
+        on_progress: TextProgress | None = None,
+        like: str | None = None,
     ) -> Corpus:
         """Read a text into `new_text`; arguments and errors are those of `prepare`."""
-        return prepare(source, settings, self.new_text, on_progress)
+        return prepare(source, settings, self.new_text, on_progress, like)
 
     def has_text(self) -> bool:
         """Return whether the run has a text of its own."""

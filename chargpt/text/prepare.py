@@ -30,6 +30,7 @@ from threading import Thread
 from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+import xxhash
 from pydantic import BaseModel, BeforeValidator, FailFast, NonNegativeInt
 
 from chargpt.config import TextConfig
@@ -74,7 +75,12 @@ TOKENS, LINES, META = "tokens.bin", "lines.bin", "meta.json"
 # of a text that is being prepared; before documents are shuffled
 JOURNAL, UNSHUFFLED = "journal.jsonl", ("unshuffled.bin", "unshuffled-lines.bin")
 TEXT_FILES = (TOKENS, LINES, META, JOURNAL, *UNSHUFFLED)
-KEY_VERSION = 1
+KEY_VERSION = 2  # which a key begins with; of version 1 it does not
+# XXH3 is many times as fast, and a key needs no protection against forged texts
+HASHES: dict[int, Callable[[], Any]] = {
+    1: partial(hashlib.blake2b, digest_size=32),
+    2: xxhash.xxh3_128,
+}
 MAX_META_BYTES = 500_000_000  # of a million files
 MAX_HELD_BYTES = 1 << 26  # of a file that is read into memory instead of mapped
 MAX_START = 500_000  # characters by which a list is recognised
@@ -199,12 +205,16 @@ def load_corpus(
 
 
 def prepare(
-    source: Source, settings: TextConfig, folder: Path, on_progress: TextProgress | None = None
+    source: Source,
+    settings: TextConfig,
+    folder: Path,
+    on_progress: TextProgress | None = None,
+    like: str | None = None,
 ) -> Corpus:
     """Read and encode a text, write it to a folder, and log what is notable about it.
 
     The folder is empty, or made here. `on_progress` is called with "reading" in the first pass and
-    "encoding" in the second.
+    "encoding" in the second. `like` is a key that the text's is to be compared with.
 
     Raises:
         TextError: the text is empty, changes while it is read, cannot be read or decoded, or the
@@ -235,8 +245,10 @@ def prepare(
                 for split, part in parts.items()
                 for segment in split_source(part, split, settings)
             ]
-            runner = _runner(parts, segments, settings, folder, on_progress)
-            return _encode(parts, segments, settings, folder, stack.enter_context(runner))
+            version = KEY_VERSION if like is None else version_of(like)
+            runner = _runner(parts, segments, settings, folder, on_progress, version)
+            run_pass = stack.enter_context(runner)
+            return _encode(parts, segments, settings, folder, run_pass, version)
     except OSError as error:
         raise TextError(
             f"{source.name} cannot be read, or encoded in {folder} ({reason_of(error)}); check "
@@ -250,9 +262,10 @@ def _encode(
     settings: TextConfig,
     folder: Path,
     run_pass: RunPass,
+    version: int,
 ) -> Corpus:
     """Read the segments of all parts in both passes and write the files; see `prepare`."""
-    counted = [Counted(*each) for each in run_pass("reading", [[]] * len(segments))]
+    counted = [Counted(*each) for each in run_pass("reading", [[version]] * len(segments))]
     counts = {split: np.zeros(N_CODE_POINTS, np.int64) for split in parts}
     for segment, each in zip(segments, counted, strict=True):
         counts[segment.split][np.array(each.codes, np.intp)] += np.array(each.counts, np.int64)
@@ -286,7 +299,11 @@ def _encode(
     meta = _Meta(
         name=_as_utf8(parts["train"].name),
         key=text_key(
-            _digests(segments, counted), settings, 1 if rare == "keep" else min_count, rare
+            _digests(segments, counted, version),
+            settings,
+            1 if rare == "keep" else min_count,
+            rare,
+            version,
         ),
         rare_count=int(total.sum() - total[code_points(tokenizer.characters)].sum()),
         tokenizer_sha256=_sha256(tokenizer),
@@ -314,6 +331,7 @@ def _runner(
     settings: TextConfig,
     folder: Path,
     on_progress: TextProgress | None,
+    version: int,
 ) -> Iterator[RunPass]:
     """Yield what runs a pass over all segments: in this process or, of a long text, in several.
 
@@ -328,7 +346,7 @@ def _runner(
     if len(segments) >= MIN_SEGMENTS and sys.executable and not streams:
         from chargpt.text.workers import Workers  # most texts do not need them
 
-        workers = Workers(folder, [KEY_VERSION, files, settings.model_dump(mode="json")])
+        workers = Workers(folder, [version, files, settings.model_dump(mode="json")])
     else:
         delete_text_files(folder)  # of an interrupted preparation of another text
 
@@ -358,9 +376,9 @@ def delete_text_files(folder: Path) -> None:
 
 
 def count_segment(
-    segment: Segment, settings: TextConfig, known: Sequence[Any] | None
+    segment: Segment, settings: TextConfig, known: Sequence[Any] | None, version: int
 ) -> Iterator[int | Counted]:
-    """Count the characters of a segment and hash its bytes.
+    """Count the characters of a segment and hash its bytes, for a key of this version.
 
     Yields the number of bytes read so far, as stored, and last the result, which is `known` if an
     interrupted preparation has noted it.
@@ -369,8 +387,7 @@ def count_segment(
         yield Counted(*known)
         return
     counts = np.zeros(N_CODE_POINTS, dtype=np.int64)
-    # BLAKE2b is as strong as SHA-256 and faster on processors without SHA instructions
-    hashes: dict[str, Any] = defaultdict(partial(hashlib.blake2b, digest_size=32))
+    hashes = defaultdict[str, Any](HASHES[version])
     n_bytes, places = 0, Places()
 
     def hash_chunk(path: str, content: bytes) -> None:
@@ -559,7 +576,9 @@ def _as_utf8(name: str) -> str:
     return os.fsencode(name).decode(errors="replace")
 
 
-def _digests(segments: Sequence[Segment], counted: Sequence[Counted]) -> dict[str, list[str]]:
+def _digests(
+    segments: Sequence[Segment], counted: Sequence[Counted], version: int
+) -> dict[str, list[str]]:
     """Return the digests of the files of each split that are not empty.
 
     That of a file read in several segments is the digest of theirs.
@@ -573,17 +592,28 @@ def _digests(segments: Sequence[Segment], counted: Sequence[Counted]) -> dict[st
     for (split, _), file in groupby(found, key=lambda each: each[:2]):
         own = [digest for *_, digest in file if digest]
         if len(own) > 1:
-            own = [hashlib.blake2b("".join(own).encode(), digest_size=32).hexdigest()]
+            whole = HASHES[version]()
+            whole.update("".join(own).encode())
+            own = [whole.hexdigest()]
         digests[split] += own
     return digests
 
 
+def version_of(key: str) -> int:
+    """Return the version of a text's key."""
+    return KEY_VERSION if key.startswith(f"{KEY_VERSION}-") else 1
+
+
 def text_key(
-    digests: Mapping[str, list[str]], settings: TextConfig, min_count: int, rare: Rare
+    digests: Mapping[str, list[str]],
+    settings: TextConfig,
+    min_count: int,
+    rare: Rare,
+    version: int = KEY_VERSION,
 ) -> str:
     """Return the SHA-256 of the files' digests and of all that determines their tokens."""
     held_out = dict(digests)
-    facts = [KEY_VERSION, codec_name(settings.encoding), min_count, held_out.pop("train")]
+    facts = [version, codec_name(settings.encoding), min_count, held_out.pop("train")]
     if held_out:
         facts.append({"held_out": held_out})
     if settings.newlines != "keep":
@@ -598,7 +628,8 @@ def text_key(
         facts.append("a line end between files")
     if settings.documents:
         facts.append([settings.documents, settings.seed])
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return key if version == 1 else f"{version}-{key}"
 
 
 def _write(path: Path, arrays: Iterator[Tokens]) -> list[tuple[int, int]]:

@@ -78,6 +78,7 @@ def resumed_run(
                 "the budget is not used: it plans a new run, and a resumed one keeps its own "
                 f"plan of {config.train.max_steps:,} steps"
             )
+        corpus.require_blocks(config.model.block_size)
         baselines = Baselines(corpus) if group.is_main else None
         session = continue_run(folder, saved, config, corpus, baselines, group)
         if pace is not None:
@@ -175,8 +176,9 @@ def text_of_run(
         is_same_file = request.text is None and given.path != STDIN
         is_same_file &= all(getattr(given, key) == getattr(settings, key) for key in keys)
         if not (is_same_file and folder.has_text()):
-            corpus = folder.prepare_text(find_text(given, request.text), settings, on_progress)
-            if corpus.key != saved.state.corpus_key:
+            source, key = find_text(given, request.text), saved.state.corpus_key
+            corpus = folder.prepare_text(source, settings, on_progress, like=key)
+            if corpus.key != key:
                 raise TextError(
                     f"{corpus.name} is not the text that the run was trained on; name that one, or "
                     f"start a new run with another --out (from its weights: --from {run})"

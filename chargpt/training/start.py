@@ -330,8 +330,8 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
     except RuntimeError as error:
         if "Duplicate GPU" in str(error):  # of NCCL
             raise DeviceError(
-                "two processes have the same GPU; start no more than there are GPUs, and set device "
-                "to cuda, without a number"
+                "two processes have the same GPU; start no more than there are GPUs, and give "
+                "device no number"
             ) from None
         if not is_lost_rank_error(error):
             raise
