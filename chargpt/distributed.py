@@ -130,8 +130,9 @@ class RankGroup:
 
     def broadcast_text(self, text: str) -> str:
         """Return rank 0's text on every rank."""
-        content = text.encode()
-        return self.broadcast_bytes(content, int(self.broadcast(len(content)))).decode()
+        content = text.encode(errors="surrogateescape")  # as of a path that is not UTF-8
+        size = int(self.broadcast(len(content)))
+        return self.broadcast_bytes(content, size).decode(errors="surrogateescape")
 
     def broadcast_bytes(self, content: bytes, size: int) -> bytes:
         """Return rank 0's bytes, `size` of them, on every rank."""

@@ -9,6 +9,6 @@ rm -rf wheels
 ${PYTHON:-python3} -m pip download --quiet --dest wheels --only-binary=:all: \
   --python-version "${1:-3.12}" --implementation cp \
   --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-  pydantic charset-normalizer threadpoolctl filelock jinja2 matplotlib pooch pytest hypothesis
+  pydantic charset-normalizer threadpoolctl filelock jinja2 matplotlib pooch xxhash pytest hypothesis
 rm -f wheels/numpy-* # the machine's own
 du -sh wheels

@@ -202,6 +202,7 @@ def test_a_stopped_comparison_continues_to_the_same_bits(
     whole = json.loads(done.stdout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "train_step", interrupted)
+        patch.setattr("chargpt.text.prepare.KEY_VERSION", 1)  # as of an earlier version
         stopped = cli("compare", verse, *QUICK, *words, "--json", "--out", "parts")
     assert stopped.returncode == 130
     command = shlex.split(stopped.stderr.strip().splitlines()[-1])

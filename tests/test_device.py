@@ -263,6 +263,7 @@ def test_a_single_rank_reduces_and_broadcasts_nothing(monkeypatch: pytest.Monkey
     assert group.all_reduce_sum(value) is value
     assert [group.all_reduce_any(each) for each in (True, False)] == [True, False]
     assert group.broadcast("x") == "x"
+    assert group.broadcast_text("caf\udce9") == "caf\udce9"  # a path that is not UTF-8
     destroy_process_group()  # no group: does nothing
     assert [RankGroup(rank, 3).is_main for rank in range(3)] == [True, False, False]
 

@@ -382,14 +382,17 @@ class Comparison:
                 f"{taken} exists; continue the comparison with --resume, or name another folder "
                 "with --out"
             )
-        if not any(map(has_checkpoint, paths)):  # else the others get the threads of the first run
+        known, like = next(filter(has_checkpoint, paths), None), None
+        if known is None:  # else the others get the threads of the first run
             config = with_measured_threads(config)
+        else:  # an earlier version computed another key
+            like = RunFolder(known).load("latest", optimizer=False).state.corpus_key
         source = find_text(config.text, request.text)
         with output_folder(out, f"{self.name}-{slug(source.name)}") as self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
             # the runs get links to the files of the text
             with tempfile.TemporaryDirectory(prefix=".text-", dir=self.folder) as temporary:
-                corpus = prepare(source, config.text, Path(temporary), on_progress)
+                corpus = prepare(source, config.text, Path(temporary), on_progress, like)
                 if deadline is not None:
                     config, corpus, pace = plan_run(config, corpus, deadline, fixed_keys)
                     self.max_tokens = config.train.evaluation_tokens
@@ -611,7 +614,7 @@ def resumed_session(
     """
     saved, given, parts = load_latest(folder), config.flatten(), "train.micro_batches"
     # changed by the run itself, or for want of memory
-    own = {"threads", parts, *(RATES if saved.state.rollbacks else ())}
+    own = {"threads", parts, "track.tensorboard", *(RATES if saved.state.rollbacks else ())}
     changed = [
         key
         for key in saved.config.differing_keys(config)
@@ -624,7 +627,10 @@ def resumed_session(
             f"{folder.path} differs from this comparison in {', '.join(changed)}; resume it with "
             "the same command, or name another folder with --out"
         )
-    more = {parts: max(given[parts], saved.config.train.micro_batches)}
+    more = {
+        parts: max(given[parts], saved.config.train.micro_batches),
+        "track.tensorboard": given["track.tensorboard"],
+    }
     config = continued_config(saved, changed_config(saved, more))
     return continue_run(folder, saved, config, corpus, baselines)
 

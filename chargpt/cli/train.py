@@ -3,7 +3,7 @@
 import math
 import sys
 from contextlib import closing
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -158,9 +158,8 @@ def describe_plan(session: Session) -> list[str]:
     n_characters = round(n_tokens * corpus.characters_per_token)
     n_bytes = training_bytes(config, corpus.tokenizer.vocab_size, trainer.learner.micro_batch_size)
     n_counted = min(MAX_TOKENS, len(corpus.split("train")))
-    ngram_bytes = COUNTING_BYTES * n_counted  # while a thread counts those of the baselines
-    if (ngram := trainer.learner.ngram) is not None:
-        ngram_bytes = sum(buffer.nbytes for buffer in ngram.buffers())
+    ngram = trainer.learner.ngram or (session.baselines and session.baselines.ngram)
+    ngram_bytes = sum(buffer.nbytes for buffer in ngram.buffers()) if ngram else 0
     if len(corpus.split("mixture")):
         ngram_bytes += max(0, MIXTURE_CHUNK_BYTES + MIXTURE_BYTES * n_counted - n_bytes)
     counting_bytes = max(COUNTING_BYTES * n_counted, DOCUMENT_BYTES * corpus.n_documents)
@@ -204,17 +203,16 @@ class StepView:
     """Shows the steps of a session on a progress bar."""
 
     def __init__(self, session: Session) -> None:
-        self.trainer, self.baselines = session.trainer, session.baselines
-        self.bar = console.ProgressBar("step", session.trainer.state.step)
+        self.trainer = trainer = session.trainer
+        self.baseline_losses: dict[str, float] = {}  # on what training validates on
+        if session.baselines is not None:
+            self.baseline_losses = session.baselines.losses(
+                trainer.corpus.split("val"),
+                max_tokens=trainer.config.train.evaluation_tokens,
+                span=trainer.config.model.block_size,
+            )
+        self.bar = console.ProgressBar("step", trainer.state.step)
         self.validation: list[float] = []
-
-    @cached_property
-    def baseline_losses(self) -> dict[str, float]:
-        """The losses of the baselines on what training validates on."""
-        assert self.baselines is not None, "rank 0 alone shows a bar"
-        config, val = self.trainer.config, self.trainer.corpus.split("val")
-        max_tokens, span = config.train.evaluation_tokens, config.model.block_size
-        return self.baselines.losses(val, max_tokens=max_tokens, span=span)
 
     def show(self, report: StepReport) -> None:
         """Show a step on the bar, and its sample above it."""

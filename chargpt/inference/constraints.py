@@ -9,7 +9,7 @@ Each constraint is a regular expression that the whole text must match:
 | `word` | each occurs as a word, in either case |
 | `lines` | so many lines, none of them blank |
 | `acrostic` | the beginnings of the lines, one after another |
-| `end` | each line ends so, but for characters that are not part of words |
+| `end` | each line ends so, in either case, but for characters that are not part of words |
 
 Python's own parser reads an expression, so that it means what it means to `re.fullmatch`. Its
 syntax tree becomes a nondeterministic automaton (Thompson 1968), that a deterministic one by the

@@ -14,7 +14,6 @@ a window, V = vocabulary size, N = scored characters in total.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -539,7 +538,7 @@ class Baselines:
 
     `uniform`: ln V per token. `unigram` and `bigram`: frequencies in the last `MAX_COUNTED` tokens
     of the training split, with 1 added to each character's count and 0.1 to each pair's. `6-gram`:
-    `ngram`, that of the last `ngram.MAX_TOKENS` tokens, which a thread counts.
+    `ngram`, that of the last `ngram.MAX_TOKENS` tokens.
 
     Raises:
         TextError: the training split has fewer than 2 tokens.
@@ -549,14 +548,9 @@ class Baselines:
         self.tokenizer = corpus.tokenizer
         train, vocab_size = corpus.split("train")[-MAX_COUNTED:], corpus.tokenizer.vocab_size
         _require_scorable(train, "train")
-        self._ngram = ThreadPoolExecutor(1).submit(NGramLM.fit, train, vocab_size)
         self.token_counts = count_tokens(train, vocab_size)  # (V,)
         self.pair_counts = count_pairs(train, vocab_size)
-
-    @property
-    def ngram(self) -> NGramLM:
-        """The n-gram model, once it is counted."""
-        return self._ngram.result()
+        self.ngram = NGramLM.fit(train, vocab_size)
 
     def losses(
         self, tokens: Tokens, *, max_tokens: int | None = None, span: int | None = None

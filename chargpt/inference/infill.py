@@ -88,7 +88,8 @@ def infill(
         before: what the middle continues; empty: it begins a text.
         after: what follows it.
         options, length, temperature, top_k, top_p, min_p, no_copy, num_samples, seed, unknown: as
-            of `sample`, for the middles.
+            of `sample`, for the middles. Of the constraints in `options` and the run's settings
+            `only`, `without`, `max_chars` and `no_copy` apply.
         candidates: middles that are sampled; more are slower, and the best fit better.
         on_progress: called with the number of candidates that are sampled and that are weighed, and
             of all, twice `candidates`.

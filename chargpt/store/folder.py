@@ -100,7 +100,7 @@ class RunFolder:
         """Check that a new run may be created here: no run with results, unless `replace`.
 
         Raises:
-            RunError: the path is in use, or cannot be read.
+            RunError: the path is in use, or cannot be used.
         """
         try:
             self._require_unused(replace=replace)

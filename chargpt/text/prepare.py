@@ -601,7 +601,8 @@ def _digests(
 
 def version_of(key: str) -> int:
     """Return the version of a text's key."""
-    return KEY_VERSION if key.startswith(f"{KEY_VERSION}-") else 1
+    version, mark, _ = key.partition("-")
+    return int(version) if mark and version in map(str, HASHES) else 1
 
 
 def text_key(
@@ -611,7 +612,7 @@ def text_key(
     rare: Rare,
     version: int = KEY_VERSION,
 ) -> str:
-    """Return the SHA-256 of the files' digests and of all that determines their tokens."""
+    """Return the version, and the SHA-256 of digests and of all that determines their tokens."""
     held_out = dict(digests)
     facts = [version, codec_name(settings.encoding), min_count, held_out.pop("train")]
     if held_out:
