@@ -263,10 +263,12 @@ class Session:
 
     def late_note(self) -> str | None:
         """Return, on rank 0, a sentence if a budget's command took longer than was announced."""
-        if self.pace is None or not self.trainer.group.is_main:
+        if self.pace is None or not (group := self.trainer.group).is_main:
             return None
-        # the clock of the ranks stands still between the steps
-        return replace(self.pace.deadline, clock=time.perf_counter).late_note()
+        deadline = self.pace.deadline
+        if not group.is_alone:  # its clock stands still between the steps
+            deadline = replace(deadline, clock=time.perf_counter)
+        return deadline.late_note()
 
 
 @contextmanager

@@ -176,6 +176,7 @@ function seedOf() {
 function write(given) {  // continues a text
   if (!element("live").checked) session = newSeed();
   clearTimeout(timer);
+  timer = 0;
   [began, writtenFrom, isPinned] = [performance.now(), given.length, false];
   setWriting(true);
   say("Writing \u2026");
@@ -184,6 +185,7 @@ function write(given) {  // continues a text
 }
 
 function readTyped() {  // the field has changed
+  timer = 0;
   isPinned = false;
   choose(null);
   const isLive = element("live").checked && form.checkValidity();
@@ -257,7 +259,7 @@ function finish({ next: likely, bigram }) {
     setWriting(false);
   }
   if (at === null || at === tokens.length) choose(at);
-  askSuggestions();
+  if (!timer) askSuggestions();  // else the field has changed since
 }
 
 // --- suggestions: the most probable words ahead
