@@ -24,6 +24,7 @@ from chargpt.inference.evaluation import (
     Evaluation,
     OnProgress,
     evaluate_tokens,
+    perplexity_of,
 )
 from chargpt.inference.generation import PLAIN, sample
 from chargpt.log import logger
@@ -117,8 +118,8 @@ class Row:
 
 def loss_values(nats: float) -> dict[str, float]:
     """Return a loss under the JSON keys that all commands use."""
-    perplexity = math.exp(nats) if nats < 700 else math.inf
-    return {"nats_per_char": nats, "bits_per_char": nats / math.log(2), "perplexity": perplexity}
+    bits, perplexity = nats / math.log(2), perplexity_of(nats)
+    return {"nats_per_char": nats, "bits_per_char": bits, "perplexity": perplexity}
 
 
 @dataclass(frozen=True)

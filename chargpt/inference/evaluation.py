@@ -135,7 +135,7 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(nats_per_char), or inf if that overflows."""
-        return math.exp(self.nats_per_char) if self.nats_per_char < 700 else math.inf
+        return perplexity_of(self.nats_per_char)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields that are not None under the names that `--json` prints."""
@@ -146,6 +146,11 @@ class Evaluation:
             **asdict(replace(self, clusters=None)),
         }
         return {name: value for name, value in fields.items() if value is not None}
+
+
+def perplexity_of(nats: float) -> float:
+    """Return exp(nats), or inf if that overflows."""
+    return math.exp(nats) if nats < 700 else math.inf
 
 
 def evaluate(

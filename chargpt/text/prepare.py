@@ -296,15 +296,10 @@ def _encode(
         for begin in each.begins
         if segment.stream is None
     ]
+    digests = _digests(segments, counted, version)
     meta = _Meta(
         name=_as_utf8(parts["train"].name),
-        key=text_key(
-            _digests(segments, counted, version),
-            settings,
-            1 if rare == "keep" else min_count,
-            rare,
-            version,
-        ),
+        key=text_key(digests, settings, 1 if rare == "keep" else min_count, rare, version),
         rare_count=int(total.sum() - total[code_points(tokenizer.characters)].sum()),
         tokenizer_sha256=_sha256(tokenizer),
         checksums=checksums,
@@ -610,7 +605,7 @@ def text_key(
     settings: TextConfig,
     min_count: int,
     rare: Rare,
-    version: int = KEY_VERSION,
+    version: int,
 ) -> str:
     """Return the version, and the SHA-256 of digests and of all that determines their tokens."""
     held_out = dict(digests)
