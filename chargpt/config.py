@@ -306,6 +306,11 @@ class TrainConfig(Settings):
     steps it is at most (1 + n) / (10 + n): the initial weights soon count little."""
     ngram_target_weight: float = Field(0.0, ge=0, le=1)
     """Weight of the n-gram baseline's probabilities in the training targets (soft targets)."""
+    teachers: tuple[str, ...] = ()
+    """Runs whose mean probabilities are part of the training targets (distillation)."""
+    teacher_weight: float = Field(0.9, ge=0, le=1)
+    """Weight of the teachers' mean probabilities in the training targets; the rest is as without
+    teachers."""
 
 
 class OptimConfig(Settings):
@@ -766,10 +771,14 @@ def require_settings(settings: Mapping[str, object] | None) -> dict[str, object]
             "settings: expected a dictionary, such as {'train.max_steps': 500} (it is of type "
             f"{type(settings).__name__})"
         )
-    return {
-        key: os.fspath(value) if isinstance(value, os.PathLike) else value
-        for key, value in (settings or {}).items()
-    }
+    return {key: _with_text_paths(value) for key, value in (settings or {}).items()}
+
+
+def _with_text_paths(value: object) -> object:
+    """Return a value, or the values of a list, with texts for paths."""
+    if isinstance(value, list | tuple):
+        return [_with_text_paths(each) for each in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def merge_settings(

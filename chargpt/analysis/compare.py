@@ -502,8 +502,9 @@ def model_config(config: Config, name: str) -> Config:
     own = load_config(name)
     values = {key: getattr(own, key).model_dump() for key in ("model", "optim", "schedule")}
     values["model"]["block_size"] = config.model.block_size
-    weight = {"train.ngram_target_weight": own.train.ngram_target_weight}
-    return config.with_values({**values, **weight})
+    train = own.train  # what it learns from
+    values |= {f"train.{key}": getattr(train, key) for key in ("ngram_target_weight", "teachers")}
+    return config.with_values(values)
 
 
 def trainings_of(
@@ -616,6 +617,7 @@ def resumed_session(
     saved, given, parts = load_latest(folder), config.flatten(), "train.micro_batches"
     # changed by the run itself, or for want of memory
     own = {"threads", parts, "track.tensorboard", *(RATES if saved.state.rollbacks else ())}
+    own.add("train.teachers")  # whose paths are absolute in the run, which knows their fingerprint
     changed = [
         key
         for key in saved.config.differing_keys(config)

@@ -57,6 +57,7 @@ class RunState:
     text_name: str = ""  # name of the training text
     metrics_have_checksums: bool = False  # each line of the log; not of all earlier versions
     base_fingerprint: str | None = None  # of the run that `optim.l2_sp` pulls towards, in hex
+    teacher_fingerprint: str | None = None  # of the runs of `train.teachers`, in hex
     threads: Count | None = None  # CPU threads of PyTorch
     world_size: Count = 1  # number of ranks
     torch: str = "unknown"  # version of PyTorch

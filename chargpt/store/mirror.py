@@ -12,12 +12,22 @@ from typing import Any
 
 from chargpt.config import TextConfig
 from chargpt.distributed import RankGroup, rank_variable
-from chargpt.store.checkpoint import read_checkpoint
+from chargpt.store.checkpoint import Checkpoint, read_checkpoint
+from chargpt.store.run import Run, open_run, run_of
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import read_prepared
 from chargpt.text.tokenizer import CharTokenizer
 
 CHUNK_BYTES = 2**26
+
+
+def shared_run(group: RankGroup, path: str) -> Run:
+    """Return a run on the CPU; on other ranks than 0, which may not see it, what that has read."""
+
+    def read() -> Checkpoint:
+        return open_run(path).load("best", optimizer=False)
+
+    return run_of(read() if group.is_alone else shared(group, read), "cpu")
 
 
 def shared(group: RankGroup, read: Callable[[], Any]) -> Any:

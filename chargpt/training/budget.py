@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,6 +31,9 @@ from chargpt.training.deadline import (
 from chargpt.training.learner import Learner, explained_memory_errors
 from chargpt.training.planner import MIXTURE_CHARACTERS, Planner
 from chargpt.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from chargpt.training.teachers import Teachers
 
 MAX_MIXTURE_TIME = 0.2  # fraction of the remaining time: if fitting takes longer, no mixture
 TRIAL_STEPS = 3  # that measure a size's speed
@@ -162,6 +166,7 @@ class Trials:
 
     def __init__(self, corpus: Corpus, group: RankGroup = RankGroup()) -> None:
         self.corpus, self.group = corpus, group
+        self.teachers: Teachers | None = None  # those of the config, once loaded
 
     def __call__(self, config: Config, max_seconds: float = math.inf) -> float:
         """Return the tokens per second of trial steps, without n-gram soft targets.
@@ -176,7 +181,8 @@ class Trials:
         torch.cuda.empty_cache()  # CUDA graphs take memory beside torch's
         config = config.with_values(fresh)
         with explained_memory_errors(config, self.corpus, self.group):
-            learner = Trainer(config, self.corpus, group=self.group).learner
+            learner = Trainer(config, self.corpus, group=self.group, teachers=self.teachers).learner
+            self.teachers = learner.teachers
             seconds = measure_step_seconds(
                 learner, TRIAL_STEPS, update=True, max_seconds=max_seconds
             )

@@ -27,10 +27,6 @@ LATE = 1.1  # of the announced time: a command that takes longer says so
 MIN_STEPS = 20  # fewer are of little use
 OVERRUN = 0.08  # fraction of the budget by which the first MIN_STEPS may exceed it
 MAX_EPOCHS = 40  # of a plan; more over-fit
-EPOCH_LIMIT_NOTE = (
-    f"training ends before its time, after {MAX_EPOCHS} epochs, since more would only over-fit "
-    "most texts; --resume with -s train.max_steps=N trains longer"
-)
 INITIAL_FRACTION = 0.93  # of the time, for training steps before re-planning
 # settings that planning and re-planning change
 PLANNED_KEYS = ("train.max_steps", "schedule.cooldown", "schedule.decay_points")
@@ -71,6 +67,17 @@ def parse_duration(duration: str | float) -> float:
     if total < MIN_SECONDS:
         raise ConfigError(f"{text} is too short to train in; give {MIN_SECONDS}s or more")
     return total
+
+
+def epoch_limit_note(config: Config) -> str:
+    """Return what to say of a plan that ends after `MAX_EPOCHS`."""
+    student = ""
+    if config.model.kind == "gpt" and not config.train.teachers:
+        student = ", and a student of several such runs, train.teachers, may be better"
+    return (
+        f"training ends before its time, after {MAX_EPOCHS} epochs, since more would only over-fit "
+        f"most texts; --resume with -s train.max_steps=N trains longer{student}"
+    )
 
 
 @dataclass(frozen=True)
@@ -292,7 +299,7 @@ class Pace:
             if abs(new - old) >= max(NOTED_STEPS, NOTED_CHANGE * old):
                 cause = f"training is {'slower' if new < old else 'faster'} than measured before"
                 if new == self.step_limit:
-                    cause = EPOCH_LIMIT_NOTE
+                    cause = epoch_limit_note(config)
                 logger.warning(f"re-planned: {old:,} -> {new:,} steps: {cause}")
                 self.noted_steps = new
         threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None

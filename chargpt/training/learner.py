@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from chargpt.device import (
     require_memory,
 )
 from chargpt.distributed import RankGroup
-from chargpt.errors import CaptureError, ConfigError, DeviceError, is_out_of_memory
+from chargpt.errors import CaptureError, ConfigError, DeviceError, RunError, is_out_of_memory
 from chargpt.files import quoted
 from chargpt.inference.evaluation import Baselines, Evaluation, evaluate_tokens
 from chargpt.models import LanguageModel, build_model, count_parameters, rotary_bytes
@@ -48,6 +49,9 @@ from chargpt.text.corpus import Corpus, Split, block_offsets
 from chargpt.text.display import end_sign
 from chargpt.text.tokenizer import Tokens
 from chargpt.training.optim import LossScaler, Optimizer
+
+if TYPE_CHECKING:
+    from chargpt.training.teachers import Teachers
 
 SAMPLE_LENGTH = 200  # characters
 N_DOCUMENTS = 5  # per sample, of a list of documents
@@ -73,9 +77,11 @@ class Learner:
         capture_error: why capture failed, on this rank or another.
 
     Raises:
-        ConfigError: the batch does not divide over ranks and micro-batches.
+        ConfigError: the batch does not divide over ranks and micro-batches, or a teacher lacks
+            characters of the text.
         DeviceError: the device has too little memory.
-        RunError: the checkpoint belongs to another model.
+        RunError: the checkpoint belongs to another model or had other teachers, or one cannot be
+            loaded.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class Learner:
         saved: Checkpoint | None = None,
         baselines: Baselines | None = None,
         base_run: Run | None = None,
+        teachers: "Teachers | None" = None,
     ) -> None:
         train = config.train
         self.seed, self.dropout, self.train_config = config.seed, config.model.dropout, train
@@ -124,6 +131,16 @@ class Learner:
         else:
             self.restore(saved, config.optim)
         self.baselines = baselines
+        self.teachers = teachers
+        if train.teachers and teachers is None:
+            from chargpt.training.teachers import load_teachers  # most runs have none
+
+            self.teachers = load_teachers(train.teachers, corpus, group, device)
+        if saved is not None and saved.state.teacher_fingerprint != self.teacher_fingerprint:
+            raise RunError(
+                "the runs of train.teachers are not those that the run was started with; restore "
+                "them, name them where they are now, or start a new run"
+            )
         self.ddp_model: torch.nn.Module = self.model
         self.batches = Batches(
             corpus.split("train"),
@@ -151,6 +168,11 @@ class Learner:
         if ngram.n_tabulated == 1:
             ngram.build_table()  # before it is moved: scattered additions may be slow on a GPU
         return ngram.to(self.device)
+
+    @property
+    def teacher_fingerprint(self) -> str | None:
+        """The fingerprint of the teachers; None without any."""
+        return None if self.teachers is None else self.teachers.fingerprint
 
     def restore(self, saved: Checkpoint, optim: OptimConfig) -> None:
         """Load a checkpoint and continue with the learning rates of `optim`.
@@ -263,20 +285,33 @@ class Learner:
     def objective(self, micro_batch: Tensor) -> tuple[Tensor, Tensor]:
         """Return the objective and the mean loss in nats of a micro-batch (B, T + 1).
 
-        They differ with n-gram soft targets (distillation, Hinton et al. 2015, section 2): these
-        hold a probability for every token that may follow, not only for the one that did.
+        They differ with soft targets, of n-grams or teachers (distillation, Hinton et al. 2015,
+        section 2): these hold a probability for every token that may follow, not only for the one
+        that did.
         """
         with autocast(self.device, self.dtype):
             logits = self.ddp_model(micro_batch[:, :-1])  # (B, T, V)
         log_probs = logits.float().log_softmax(dim=-1)
         loss = F.nll_loss(log_probs.flatten(0, 1), micro_batch[:, 1:].flatten())
-        if self.ngram is None:
-            return loss, loss
-        with torch.no_grad():
-            soft_targets = self.ngram.probs(micro_batch[:, :-1])  # (B, T, V)
-        soft_loss = -(soft_targets * log_probs).sum(dim=-1).mean()
-        weight = self.train_config.ngram_target_weight
-        return (1 - weight) * loss + weight * soft_loss, loss
+        objective = loss
+        for weight, probs in self.soft_targets(micro_batch[:, :-1]):
+            soft_loss = -(probs * log_probs).sum(dim=-1).mean()
+            objective = (1 - weight) * objective + weight * soft_loss
+        return objective, loss
+
+    @torch.no_grad()
+    def soft_targets(self, inputs: Tensor) -> list[tuple[float, Tensor]]:
+        """Return soft targets for inputs (B, T), (B, T, V), each with its weight in the targets.
+
+        The targets before it have the rest of the weight.
+        """
+        found = []
+        if self.ngram is not None:
+            found.append((self.train_config.ngram_target_weight, self.ngram.probs(inputs)))
+        if self.teachers is not None:
+            with autocast(self.device, self.dtype):
+                found.append((self.train_config.teacher_weight, self.teachers.probs(inputs)))
+        return found
 
     def clip_gradients(self) -> Tensor:
         """Clip the norm of all gradients; return the norm before, or -1: the step is skipped."""

@@ -30,12 +30,12 @@ from chargpt.log import logger
 from chargpt.models import count_parameters
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
 from chargpt.training.deadline import (
-    EPOCH_LIMIT_NOTE,
     INITIAL_FRACTION,
     MAX_EPOCHS,
     MIN_STEPS,
     Deadline,
     Pace,
+    epoch_limit_note,
 )
 from chargpt.training.learner import training_bytes
 
@@ -229,7 +229,12 @@ def length_values(
             round(ngram_weight, 3) if ngram_weight >= MIN_NGRAM_WEIGHT else 0.0
         ),
         "optim.weight_decay": round(config.optim.weight_decay * decay_fraction, 4),
-        "model.dropout": next(p for least, p in DROPOUT if overfitting >= least),
+        # a student has no dropout: its targets keep it from over-fitting
+        "model.dropout": (
+            0.0
+            if config.train.teachers
+            else next(p for least, p in DROPOUT if overfitting >= least)
+        ),
     }
 
 
@@ -275,7 +280,7 @@ class Planner:
         n_tokens, parameters = self.affordable_tokens(speed), self.parameters(config)
         values = length_values(config, n_tokens, self.train_tokens, parameters)
         if n_tokens == self.max_tokens >= MIN_STEPS * config.tokens_per_step:
-            self.warn(EPOCH_LIMIT_NOTE)
+            self.warn(epoch_limit_note(config))
         runs = _fitted()["runs"]
         largest, longest = (max(run[key] for run in runs) for key in ("parameters", "characters"))
         if size_was_chosen and (parameters > 1.1 * largest or n_tokens > 1.1 * longest):

@@ -21,6 +21,7 @@ from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
 from chargpt.store.checkpoint import Checkpoint, name_of
 from chargpt.store.folder import RunFolder
+from chargpt.store.mirror import shared_run
 from chargpt.store.run import newest_run, open_run
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
@@ -29,14 +30,7 @@ from chargpt.text.source import STDIN, find_text
 from chargpt.training.budget import expected_seconds, plan_more_steps
 from chargpt.training.learner import explained_memory_errors
 from chargpt.training.optim import decay_start, lr_factor_at
-from chargpt.training.start import (
-    Request,
-    Session,
-    StartMode,
-    deadline_of,
-    on_all_ranks,
-    shared_run,
-)
+from chargpt.training.start import Request, Session, StartMode, deadline_of, on_all_ranks
 from chargpt.training.trainer import Trainer
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
@@ -47,7 +41,7 @@ ENDED = 0.95  # fraction of the steps from which a decay that has begun counts a
 RATES = ("optim.lr", "optim.matrix_lr")
 MAY_CHANGE = (  # and names in _every; `text_of_run` compares the text of the same command
     *("train.max_steps", "train.patience", "train.keep_last", "train.max_rollbacks"),
-    *("train.micro_batches", "schedule.restarts"),
+    *("train.micro_batches", "train.teachers", "schedule.restarts"),
     *(*RATES, "device", "dtype", "threads", "track.tensorboard"),
 )
 

@@ -39,7 +39,7 @@ from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint, is_abandoned
-from chargpt.store.run import Run, open_run, run_of
+from chargpt.store.run import Run
 from chargpt.text import TextProgress
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.corpus import Corpus
@@ -52,6 +52,7 @@ from chargpt.training.trainer import StepReport, Trainer
 
 DEFAULT_BUDGET = "150s"
 MAX_PATH = 4096  # characters; longer is a text in place of its path
+OTHER_RUNS = {"train.from_run", "train.teachers", "train.teacher_weight"}
 PLANNED_SECTIONS = {"model", "train", "optim", "schedule"}  # with one set, no default budget
 
 
@@ -144,7 +145,7 @@ class Request:
             ConfigError: as for `deadline_of`.
         """
         duration, (_, fixed_keys) = self.budget, self.resolved
-        sections = {key.partition(".")[0] for key in fixed_keys - {"train.from_run"}}
+        sections = {key.partition(".")[0] for key in fixed_keys - OTHER_RUNS}
         is_default = self.config is None and sections.isdisjoint(PLANNED_SECTIONS)
         if duration is None and is_default:
             duration = DEFAULT_BUDGET
@@ -366,7 +367,8 @@ def new_run(
         RunFolder(request.out).require_unused(replace=replaces)
     base_run = None
     if config.train.from_run is not None:
-        from chargpt.training import finetune  # most runs do not need it
+        from chargpt.store.mirror import shared_run  # most runs do not need them
+        from chargpt.training import finetune
 
         base_run = shared_run(group, config.train.from_run)
         config = finetune.config_from_base_run(base_run, config, fixed_keys)
@@ -388,11 +390,6 @@ def new_run(
         corpus.require_blocks(config.model.block_size)
         baselines = Baselines(corpus) if group.is_main else None
         yield start_run(folder, config, corpus, baselines, pace, base_run, group, replaces=replaces)
-
-
-def shared_run(group: RankGroup, path: str) -> Run:
-    """Return a run on the CPU; on other ranks than 0, which may not see it, what that has read."""
-    return run_of(on_all_ranks(group, lambda: open_run(path).load("best", optimizer=False)), "cpu")
 
 
 def start_run(

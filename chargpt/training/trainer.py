@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from chargpt.config import Config
 from chargpt.device import choose_device, choose_dtype, configure, default_threads, dtype_name
 from chargpt.distributed import RankGroup
 from chargpt.errors import DeviceError, DivergedError, RunError, UnsavedError
-from chargpt.files import quoted
+from chargpt.files import expand_user, quoted
 from chargpt.inference.evaluation import Baselines, Evaluation
 from chargpt.log import logger
 from chargpt.store.checkpoint import Checkpoint, RunState
@@ -30,6 +30,9 @@ from chargpt.training.deadline import NOTED_CHANGE, PLANNED_KEYS, Pace, with_max
 from chargpt.training.learner import Learner
 from chargpt.training.optim import lr_factor_at
 from chargpt.training.writer import RunWriter
+
+if TYPE_CHECKING:
+    from chargpt.training.teachers import Teachers
 
 METRICS_EVERY = 10  # steps between writes of the metrics
 METRICS_SECONDS = 0.5  # least time between two writes on a GPU, where reading them synchronises
@@ -59,13 +62,15 @@ class Trainer:
     """A training run: a learner (model, optimizer, batches) and a writer.
 
     Args:
-        config: `device` and `dtype` are resolved here; the result is `self.config`.
+        config: `device`, `dtype` and the paths of teachers are resolved here; the result is
+            `self.config`.
         corpus: the text; its training and validation splits must hold a block.
         folder: of checkpoints and metrics; None writes nothing.
         saved: a checkpoint to continue from.
         group: the ranks that train together.
         baselines: those of the text, if already fitted; their n-gram model makes soft targets.
         base_run: the run that `train.from_run` names.
+        teachers: those of `train.teachers`, if already loaded.
 
     Raises:
         ConfigError: the batch does not divide over ranks and micro-batches, or TensorBoard is not
@@ -85,19 +90,11 @@ class Trainer:
         group: RankGroup | None = None,
         baselines: Baselines | None = None,
         base_run: Run | None = None,
+        teachers: "Teachers | None" = None,
     ) -> None:
         self.group = group or RankGroup()
         self.device, self.device_reason = choose_device(config.device)
-        if self.device.type == "mps" and self.group.world_size > 1:
-            raise DeviceError(
-                "an Apple GPU trains with one process; start without torchrun, or set device to cpu"
-            )
-        kind = self.group.broadcast_text(self.device.type)
-        if self.group.all_reduce_any(kind != self.device.type):
-            raise DeviceError(
-                f"the processes have different devices, such as {kind} of rank 0; set device, or "
-                "see what is wrong with a GPU by `chargpt doctor`"
-            )
+        self._require_same_device()
         configure(self.device, deterministic=config.deterministic)
         if self.device.index is not None:
             # CUDA graphs are captured on the current device
@@ -107,6 +104,7 @@ class Trainer:
         resolved = {
             "device": self.device.type if config.device == "auto" else config.device,
             "dtype": self.group.broadcast_text(dtype_name(dtype)),
+            "train.teachers": [str(expand_user(p).absolute()) for p in config.train.teachers],
         }
         self.config = config.with_values(resolved)
         self.corpus = corpus
@@ -116,12 +114,22 @@ class Trainer:
             torch.set_num_threads(config.threads)
         self.folder = folder if self.group.is_main else None
         self.learner = Learner(
-            self.config, corpus, self.group, self.device, saved, baselines, base_run
+            self.config, corpus, self.group, self.device, saved, baselines, base_run, teachers
         )
+        if self.folder is not None and (used := self.learner.teachers) and used.foreign:
+            logger.warning(
+                f"{' and '.join(used.foreign)} of train.teachers had another text, or other "
+                "settings of it, and may know the validation split, whose loss is then too low"
+            )
         self.model, self.dtype = self.learner.model, self.learner.dtype
         self.writer = RunWriter(self.folder, tensorboard=self.config.track.tensorboard)
         base = base_run.fingerprint().hex() if base_run and config.optim.l2_sp else None
-        self.state = RunState(step=0, metrics_have_checksums=True, base_fingerprint=base)
+        self.state = RunState(
+            step=0,
+            metrics_have_checksums=True,
+            base_fingerprint=base,
+            teacher_fingerprint=self.learner.teacher_fingerprint,
+        )
         self.pending: list[tuple[int, float, Tensor, Tensor]] = []  # metrics still on the device
         self.metrics_written = -math.inf  # time
         self.saved_at = math.inf  # time; `steps` sets it
@@ -142,6 +150,19 @@ class Trainer:
         self.started = time.perf_counter() - self.state.seconds
         self.speed = 0.0
         self.speed_since = self.state.step, self.started
+
+    def _require_same_device(self) -> None:
+        """Raise DeviceError unless all ranks have devices of one kind, which can communicate."""
+        if self.device.type == "mps" and self.group.world_size > 1:
+            raise DeviceError(
+                "an Apple GPU trains with one process; start without torchrun, or set device to cpu"
+            )
+        kind = self.group.broadcast_text(self.device.type)
+        if self.group.all_reduce_any(kind != self.device.type):
+            raise DeviceError(
+                f"the processes have different devices, such as {kind} of rank 0; set device, or "
+                "see what is wrong with a GPU by `chargpt doctor`"
+            )
 
     # -- the loop ---------------------------------------------------------------------------
 
