@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import groupby, pairwise
 from pathlib import Path
-from threading import Thread
+from threading import Timer
 from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -85,6 +85,7 @@ MAX_META_BYTES = 500_000_000  # of a million files
 MAX_HELD_BYTES = 1 << 26  # of a file that is read into memory instead of mapped
 MAX_START = 500_000  # characters by which a list is recognised
 MIN_SEGMENTS = 8  # of a text for several processes, which take 0.3 s to start
+CHECK_DELAY = 2.0  # seconds until a resumed run's long text is checked, beside its steps
 
 
 class Counted(NamedTuple):
@@ -688,7 +689,9 @@ def read_prepared(
         except Exception as error:
             check.set_exception(error)
 
-    Thread(target=check_files, daemon=True).start()
+    timer = Timer(CHECK_DELAY, check_files)
+    timer.daemon = True
+    timer.start()
     return replace(corpus, check=check)
 
 
