@@ -95,6 +95,9 @@ def test_a_resumed_student_ends_with_the_same_weights_and_needs_the_same_teacher
     train = ("train", TEXT, *QUICK, *given)
     assert cli(*train, "--out", "whole").returncode == 0
     assert cli(*train, "--out", "parts").returncode == 0
+    # so that a resume elsewhere finds them
+    saved = load_config("parts/config.yaml").train.teachers
+    assert saved == tuple(str(Path(name).absolute()) for name in ("wide", "narrow"))
     last = Path("parts/checkpoints/step-00000006")
     shutil.rmtree(last)
     resume = ("train", "--resume", "parts")

@@ -135,9 +135,8 @@ def forgetting(base_run: Run, run: Run) -> Forgetting | None:
         return None
     base_run.model.to(run.model.device)
     text = run.tokenizer.decode(run.tokenizer.encode(whole, "skip"))
-    span = max(
-        each.model.block_size for each in (base_run, run)
-    )  # so that both score the same blocks
+    # so that both score the same blocks
+    span = max(each.model.block_size for each in (base_run, run))
     score = partial(evaluate_tokens, max_tokens=run.config.train.evaluation_tokens, span=span)
     before, after = (
         score(each.model, each.tokenizer.encode(text, "skip")) for each in (base_run, run)

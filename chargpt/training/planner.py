@@ -212,6 +212,7 @@ def length_values(
     every = math.ceil(steps / max(preset.evaluations, 2 * (config.train.patience or 0)))
     epochs = n_tokens / train_tokens
     overfitting = epochs * math.sqrt(parameters / train_tokens)
+    dropout = next(p for least, p in DROPOUT if overfitting >= least)
     # soft targets soon teach all they can, but they also keep a model from over-fitting
     min_fraction = MIN_NGRAM_FRACTION if epochs >= REPEATED_EPOCHS else 0.0
     ngram_fraction = max(min_fraction, min(1.0, FULL_NGRAM_WEIGHT_UNTIL / n_tokens))
@@ -229,12 +230,8 @@ def length_values(
             round(ngram_weight, 3) if ngram_weight >= MIN_NGRAM_WEIGHT else 0.0
         ),
         "optim.weight_decay": round(config.optim.weight_decay * decay_fraction, 4),
-        # a student has no dropout: its targets keep it from over-fitting
-        "model.dropout": (
-            0.0
-            if config.train.teachers
-            else next(p for least, p in DROPOUT if overfitting >= least)
-        ),
+        # the targets of a student keep it from over-fitting
+        "model.dropout": 0.0 if config.train.teachers else dropout,
     }
 
 
