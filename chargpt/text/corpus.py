@@ -370,9 +370,9 @@ def count_tokens(tokens: Tokens, vocab_size: int) -> Ints:
     """Return the number of occurrences of each id, shape (V,)."""
     if tokens.dtype == np.uint8:  # counting two bytes at once is twice as fast
         n_even = tokens.size - tokens.size % 2
-        words = np.ascontiguousarray(tokens[:n_even]).view("<u2")
-        table = count_tokens(words, 1 << 16).reshape(256, 256)
-        counts: Ints = table.sum(axis=0) + table.sum(axis=1)
+        table = np.zeros(1 << 16, dtype=np.int64)
+        np.add.at(table, np.ascontiguousarray(tokens[:n_even]).view("<u2"), 1)
+        counts: Ints = table.reshape(256, 256).sum(axis=0) + table.reshape(256, 256).sum(axis=1)
         counts[tokens[n_even:]] += 1
         return counts[:vocab_size]
     counts = np.zeros(vocab_size, dtype=np.int64)

@@ -384,7 +384,7 @@ def count_segment(
         return
     counts = np.zeros(N_CODE_POINTS, dtype=np.int64)
     hashes = defaultdict[str, Any](HASHES[version])
-    n_bytes, places = 0, Places()
+    n_bytes, n_codes, places = 0, 128, Places()
 
     def hash_chunk(path: str, content: bytes) -> None:
         nonlocal n_bytes
@@ -398,8 +398,9 @@ def count_segment(
         else:
             found = np.bincount(code_points(text))
             counts[: found.size] += found
+            n_codes = max(n_codes, found.size)
         yield places.n_stored
-    codes = np.flatnonzero(counts)
+    codes = np.flatnonzero(counts[:n_codes])  # all of them take a while in each of many segments
     paths = [stretch.path for stretch in segment.stretches]
     yield Counted(
         places.n_stored,

@@ -702,9 +702,11 @@ def require_unchanged(source: Source) -> None:
 def lf_newlines(pieces: Iterable[str]) -> Iterator[str]:
     """Yield pieces of a text with line ends of every kind as LF."""
     decoder = io.IncrementalNewlineDecoder(None, translate=True)
-    table = str.maketrans(dict.fromkeys(LINE_ENDS, "\n"))
     for piece in pieces:
-        yield decoder.decode(piece).translate(table)
+        text = decoder.decode(piece)
+        for line_end in LINE_ENDS:
+            text = text.replace(line_end, "\n")
+        yield text
     yield decoder.decode("", final=True)
 
 

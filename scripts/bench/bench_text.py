@@ -1,12 +1,15 @@
-"""Measure the time and memory to prepare a long text, and the time to read a prepared one.
+"""Measure the time and memory to prepare a long text, and the time to resume a run of it.
 
     python scripts/bench/bench_text.py SEED_TEXT [--gigabytes 1] [--files N] [--kills N]
         [--json benchmarks/text.json]
 
-Repeats SEED_TEXT with a counter in each repetition, then, in each of three new processes, prepares
-it as the text of a run and reads the prepared text with its checksums. In turn with these, `cat`
-copies the text and syncs the copy to disk, which is the least that preparing does. The memory is
-that of all processes that prepare it, at most (PSS).
+Repeats SEED_TEXT with a counter in each repetition, then, in each of six new processes, prepares
+it as the text of a run and reads the prepared text with its checksums; in turn with the text in the
+page cache and evicted from it. In turn with these, `cat` copies the text and syncs the copy to
+disk, which is the least that preparing does. The memory is that of all processes that prepare it,
+at most (PSS). Then a run of one step is resumed ten times, for one more step, with its text in the
+page cache and evicted from it: the time from the start of the command to the first batch, and to
+the end of the step.
 
 With --files the text is so many files of 10 kB. With --kills it is also prepared by processes that
 are killed at random times (SIGKILL), N in all, until one is left to finish: the files are the same.
@@ -50,6 +53,26 @@ read_prepared(folder, settings, corpus.tokenizer)
 read = time.perf_counter()
 print(json.dumps({"prepare": prepared - start, "read": read - prepared}))
 """
+RESUME = """
+import json, sys, time
+from pathlib import Path
+started, result = float(sys.argv.pop(1)), Path(sys.argv.pop(1))
+from chargpt.cli.main import run
+from chargpt.training.learner import Batches
+from chargpt.training.trainer import Trainer
+found = {}
+def timed(method, name):
+    def call(*arguments):
+        done = method(*arguments)
+        found.setdefault(name, round(time.monotonic() - started, 2))
+        result.write_text(json.dumps(found))
+        return done
+    return call
+Batches.at = timed(Batches.at, "first_batch")
+Trainer.train_step = timed(Trainer.train_step, "first_step")
+run()
+"""
+STATES = ("cached", "evicted")
 
 
 def make_text(seed: Path, target: Path, size: int) -> None:
@@ -102,6 +125,23 @@ def memory_mb(pid: int) -> float:
     return total / 1000
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return a file, or the files of a folder."""
+    return [each for each in [path, *path.rglob("*")] if each.is_file()]
+
+
+def read_or_evict(text: Path, state: str) -> None:
+    """Read files into the page cache, or evict them from it."""
+    os.sync()  # only what is on disk can be evicted
+    for path in files_of(text):
+        with open(path, "rb") as file:
+            if state == "evicted":
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                while file.read(1 << 24):
+                    pass
+
+
 def copy_seconds(text: Path, target: Path) -> float:
     """Return the seconds in which `cat` copies files and syncs the copy to disk."""
     start = time.perf_counter()
@@ -110,7 +150,17 @@ def copy_seconds(text: Path, target: Path) -> float:
         subprocess.run(find, stdout=file, check=True)
         os.fsync(file.fileno())
     target.unlink()
-    return time.perf_counter() - start
+    return round(time.perf_counter() - start, 2)
+
+
+def resume(run: Path, steps: int) -> dict[str, float]:
+    """Resume a run in a new process until it has so many steps; return when it began them."""
+    result = run.with_suffix(".json")
+    words = [sys.executable, "-c", RESUME, str(time.monotonic()), str(result)]
+    words += ["train", "--resume", str(run), "-s", f"train.max_steps={steps}"]
+    subprocess.run(words, check=True, capture_output=True)
+    found: dict[str, float] = json.loads(result.read_text())
+    return found
 
 
 def prepare_with_kills(text: Path, folder: Path, kills: int, seconds: float) -> int:
@@ -183,30 +233,45 @@ def main() -> None:
             make_files(arguments.seed, text, arguments.files)
         else:
             make_text(arguments.seed, text, int(arguments.gigabytes * 1e9))
-        size = sum(path.stat().st_size for path in [text, *text.rglob("*")] if path.is_file())
-        runs, copies = [], []
-        for _ in range(3):
+        size = sum(path.stat().st_size for path in files_of(text))
+        found: dict[str, list[dict[str, float]]] = {state: [] for state in STATES}
+        for state in STATES * 3:
             shutil.rmtree(folder, ignore_errors=True)
-            runs.append(probe(text, folder))
-            print(runs[-1])
-            copies.append(round(copy_seconds(text, Path(temporary, "copy")), 2))
-        seconds = statistics.median(run["prepare"] for run in runs)
+            read_or_evict(text, state)
+            measured = probe(text, folder)
+            read_or_evict(text, state)
+            measured["copy"] = copy_seconds(text, Path(temporary, "copy"))
+            found[state].append(measured)
+            print(state, measured, flush=True)
+        runs = [run for state in STATES for run in found[state]]
+        medians = {s: statistics.median(run["prepare"] for run in found[s]) for s in STATES}
+        seconds = medians["cached"]
         killed = {}
         if arguments.kills:
             expected = digest(folder)
             shutil.rmtree(folder)
             kills = prepare_with_kills(text, folder, arguments.kills, seconds)
             killed = {"kills": kills, "same_files": digest(folder) == expected}
+        shutil.rmtree(folder)
+        run = Path(temporary, "run")
+        words = ["-m", "chargpt", "train", str(text), "--out", str(run), "-s", "train.max_steps=1"]
+        subprocess.run([sys.executable, *words], check=True, capture_output=True)
+        resumed: dict[str, list[dict[str, float]]] = {state: [] for state in STATES}
+        for steps, state in enumerate(STATES * 5, 2):
+            read_or_evict(run / "text", state)
+            resumed[state].append(resume(run, steps))
+            print(state, resumed[state][-1], flush=True)
     result = {
         **provenance(),
         "text_bytes": size,
         "files": arguments.files or 1,
-        "prepare_mb_per_second": round(size / 1e6 / seconds, 1),
-        "prepare_seconds": [round(run["prepare"], 2) for run in runs],
-        "copy_seconds": copies,
+        "prepare_mb_per_second": {s: round(size / 1e6 / medians[s], 1) for s in STATES},
+        "prepare_seconds": {s: [round(run["prepare"], 2) for run in found[s]] for s in STATES},
+        "copy_seconds": {s: [run["copy"] for run in found[s]] for s in STATES},
         "memory_mb": round(max(run["memory_mb"] for run in runs), 1),
         "read_seconds": [round(run["read"], 3) for run in runs],
         **killed,
+        "resume_seconds": resumed,
         "encode_gigacharacters_per_second": encoding_speeds(arguments.seed.read_text("utf-8")),
     }
     write_record(result, arguments.json)

@@ -46,6 +46,7 @@ RATES: tuple[dict[str, object], ...] = (
 TORCHRUN_LOG = re.compile(r"^[EWI]\d{4} .*\n", re.MULTILINE)
 STEPS_PER_GROUP = 100  # training steps before the world size changes
 LOST = "another rank has failed"
+KILLS = 30  # under `--max-restarts`; the cases after these have other faults
 HOSTS = ("10.213.0.1", "10.213.0.2")
 LINK_SECONDS = 8  # for which a link is down
 CUT_SECONDS = 20  # timeout of ranks whose link stays down, instead of ten minutes
@@ -96,7 +97,7 @@ def signal_ranks(work: Path, index: int, random: Random) -> str | None:
 
 
 def lose_rank(work: Path, index: int, random: Random) -> str | None:
-    """Kill one of two ranks; the other must report it, `--max-restarts` must restart both."""
+    """Kill one of two ranks; `--max-restarts` must restart both, or the other must report it."""
     expected, seconds = uninterrupted_ranks(work)
     folder, rank = empty_folder(work / "lost"), index % 2
     run, delay = folder / "R", random.uniform(0, seconds / 4)
@@ -106,7 +107,7 @@ def lose_rank(work: Path, index: int, random: Random) -> str | None:
         time.sleep(delay)
         os.kill(processes[rank], signal.SIGKILL)
 
-    if index % 3 == 0:
+    if index >= KILLS:
         result = run_ranks(train_arguments(), folder, while_running=send_sigkill)
         if result[rank].code == -signal.SIGKILL and not is_finished(run):
             survivor = result[1 - rank]
@@ -264,7 +265,7 @@ def lose_host(work: Path, index: int, random: Random) -> str | None:
     files = folder / "files"
     files.mkdir()
     shutil.copy(TEXT, files)
-    run, fault = files / "R", ("cut" if index % 10 == 9 else "down" if index % 10 == 8 else "kill")
+    run, fault = files / "R", "kill" if index < KILLS else ("down", "cut")[index % 2]
     timeout, restarts = (CUT_SECONDS, 0) if fault == "cut" else (600, 3)
     (folder / "program.py").write_text(PROGRAM.format(seconds=timeout))
     with _two_namespaces() as namespaces:
