@@ -68,7 +68,8 @@ def summary() -> list[str]:
     coded = record("compress")["runs"][0]
     lines += [
         f"| prepare a text of {text['text_bytes'] / 1e9:.0f} GB "
-        f"| {text['prepare_mb_per_second']:.0f} MB/s, {text['memory_mb']:.0f} MB of memory | |",
+        f"| {text['prepare_mb_per_second']['cached']:.0f} MB/s, "
+        f"{text['memory_mb']:.0f} MB of memory | |",
         "| compress the validation split, `--adaptive` "
         f"| {coded['ours']['adaptive']['bytes']:,} bytes | after the training split: "
         f"`zpaq -m5` {coded['others']['zpaq -m5']['bytes']:,}, `xz -9` {coded['others']['xz']:,} |",
@@ -142,22 +143,41 @@ def busy(found: dict[str, Any]) -> list[str]:
     """Return the table of time budgets beside busy processes."""
     ranks = found["rows"][0].get("ranks", 1)
     which = "Beside" if ranks == 1 else f"{ranks} ranks beside"
-    lines = [
+    rank_1 = {"ahead": "rank 1's clocks a minute ahead", "slow": "rank 1 five times as slow"}
+    rows = []
+    for row in found["rows"]:
+        outcome = ["refused", "", ""]
+        if "refused" not in row:
+            steps = [f"{each:,}" for each in row.get("steps_of_ranks", [row["steps"]])]
+            threads = str(row["threads"] or "one each")  # of ranks
+            outcome = [", ".join(steps), threads, f"{row['nats_per_char']:.3f}"]
+        beside = rank_1.get(row.get("rank_1", ""), str(row["busy_processes"]))
+        seconds = [f"{row['announced']:g} s", f"{row['seconds']:.1f}"]
+        rows.append([beside, row["budget"], *seconds, *outcome])
+    head = ["busy processes", "budget", "announced", "seconds", "steps", "threads at the end"]
+    return [
         f"{which} processes that loop without end ({found['hardware']}, {found['date']}):",
         "",
-        "| busy processes | budget | announced | seconds | steps | threads at the end | `blocks` |",
-        "|---|---|---|---|---|---|---|",
+        *table([*head, "`blocks`"], rows),
+        "",
+        f"`{command(found)}`",
     ]
-    for row in found["rows"]:
-        outcome = "refused | | "
-        if "refused" not in row:
-            threads = row["threads"] or "one each"  # of ranks
-            outcome = f"{row['steps']:,} | {threads} | {row['nats_per_char']:.3f}"
-        lines.append(
-            f"| {row['busy_processes']} | {row['budget']} | {row['announced']:g} s "
-            f"| {row['seconds']:.1f} | {outcome} |"
-        )
-    return [*lines, "", f"`{command(found)}`"]
+
+
+def rank_speeds(found: dict[str, Any]) -> list[str]:
+    """Return the table of the speed of one process and of two ranks."""
+    speeds = found["characters_per_second"]
+    rows = [
+        [way, *(", ".join(f"{each:,}" for each in speeds[size][way]) for size in speeds)]
+        for way in next(iter(speeds.values()))
+    ]
+    return [
+        f"Characters per second, in turn ({found['hardware']}, {found['date']}):",
+        "",
+        *table(["", *speeds], rows),
+        "",
+        f"`{command(found)}`",
+    ]
 
 
 def on_gpu(found: dict[str, Any]) -> list[str]:
@@ -207,19 +227,30 @@ def sampling(found: dict[str, Any]) -> list[str]:
 def preparing(found: dict[str, Any]) -> list[str]:
     """Return the lines on preparing and encoding texts."""
     files = f" in {found['files']:,} files" if found["files"] > 1 else ""
-    speeds, copies = (
-        ", ".join(f"{found['text_bytes'] / 1e6 / each:.0f}" for each in found[f"{name}_seconds"])
-        for name in ("prepare", "copy")
+    size, medians = found["text_bytes"] / 1e6, found["prepare_mb_per_second"]
+    cached, evicted = (
+        f"{', '.join(f'{size / each:.0f}' for each in found['prepare_seconds'][state])} MB/s "
+        f"(median {medians[state]:.0f}; `cat` to a file and fsync: "
+        f"{size / found['copy_seconds'][state]:.0f})"
+        for state in ("cached", "evicted")
     )
+
+    def resumed(what: str) -> str:
+        return "; ".join(
+            ", ".join(f"{each[what]:.1f}" for each in found["resume_seconds"][state])
+            for state in ("cached", "evicted")
+        )
+
     killed = ""
     if found.get("same_files"):
         killed = f" Killed {found['kills']} times on the way, it ends with the same files."
     return [
-        f"A text of {found['text_bytes'] / 1e9:.1f} GB{files} is prepared at "
-        f"{speeds} MB/s, median {found['prepare_mb_per_second']:.0f}, in turn with `cat` to a file "
-        f"and fsync at {copies} MB/s, with {found['memory_mb']:.0f} MB of memory of all processes "
-        f"({found['date']}); reading it again with its checksums takes "
-        f"{statistics.median(found['read_seconds']):.1f} s.{killed}",
+        f"A text of {size / 1e3:.1f} GB{files} is prepared at {cached} if it is in the page cache, "
+        f"and at {evicted} if not, with {found['memory_mb']:.0f} MB of memory of all processes "
+        f"({found['hardware']}, {found['date']}); reading it again with its checksums takes "
+        f"{statistics.median(found['read_seconds']):.1f} s.{killed} From the command that resumes "
+        f"a run of it to the first batch it takes {resumed('first_batch')} s, to the end of the "
+        f"first step {resumed('first_step')} s (prepared text in the page cache; not in it).",
         "",
         f"`{command(found)}`",
     ]
@@ -505,6 +536,8 @@ def benchmarks() -> str:
         busy(record("busy")),
         ["### Several processes"],
         busy(record("ranks")),
+        busy(record("rank-1")),
+        rank_speeds(record("ranks-speed")),
         ["### On a GPU"],
         on_gpu(record("gpu")),
         ["### Sampling"],
