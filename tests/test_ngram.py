@@ -47,7 +47,7 @@ def reference_prob(
     return prob
 
 
-@pytest.mark.parametrize("spacing", [1, 100, 30_000])  # ids of one, two and four bytes
+@pytest.mark.parametrize("spacing", [1, 50, 100, 30_000])  # 64 bits; ids of 1 to 4 bytes
 @given(
     text=st.lists(st.integers(0, 3), min_size=1, max_size=30),
     other=st.lists(st.integers(0, 4), min_size=2, max_size=8),

@@ -70,8 +70,9 @@ def train(text: Path, budget: str, n_processes: int, n_ranks: int, rank_1: str) 
             "announced": float(announced[1] or announced[2]) if announced else asked,
             "seconds": round(seconds, 2),
         }
-        if done.returncode:
-            return {**row, "refused": done.stderr.strip().splitlines()[-1]}
+        if done.returncode and announced and announced[2]:
+            return {**row, "refused": announced[0]}
+        done.check_returncode()
         command = [*CHARGPT, "evaluate", str(run), "--json"]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
@@ -98,6 +99,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
+    if args.ranks == 1 and args.rank_1 != ["normal"]:
+        parser.error("a rank 1 needs --ranks 2")
     rows = []
     for n_processes, rank_1 in itertools.product(args.processes, args.rank_1):
         for budget in args.budgets * args.repeats:

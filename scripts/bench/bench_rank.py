@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 bench_rank.py COUNTS AHEAD SLOWNESS ARGUMENTS
 
 COUNTS is a folder, in which the file with the rank's number grows by a byte with each training
-step. Rank 1's clocks are AHEAD seconds ahead, and it is stopped (SIGSTOP) for all but one
+step. Rank 1's clocks are AHEAD seconds ahead, or it is stopped (SIGSTOP) for all but one
 SLOWNESSth of the time.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -19,16 +20,17 @@ from unittest import mock
 TURN_SECONDS = 0.01  # for which a slow rank runs at a time
 STOPPING = """
 import os, signal, sys, time
-while os.getppid() == int(sys.argv[1]):
-    os.kill(os.getppid(), signal.SIGSTOP)
+rank = int(sys.argv[1])
+while os.getppid() == rank:
+    os.kill(rank, signal.SIGSTOP)
     time.sleep(float(sys.argv[2]))
-    os.kill(os.getppid(), signal.SIGCONT)
+    os.kill(rank, signal.SIGCONT)
     time.sleep(float(sys.argv[3]))
 """
 
 
 def put_ahead(seconds: float) -> None:
-    """Put all clocks of this process ahead."""
+    """Put the clocks ahead that chargpt compares times by."""
 
     def ahead(clock: Callable[[], float]) -> Callable[[], float]:
         return lambda: clock() + seconds
@@ -48,6 +50,7 @@ def main() -> None:
             subprocess.Popen([sys.executable, "-S", "-c", STOPPING, *turns])
         put_ahead(float(sys.argv[2]))
     del sys.argv[1:4]
+    gc.set_threshold(200_000, 10, 10)  # as the command does before it imports torch
 
     from chargpt.cli.main import run
     from chargpt.training.trainer import Trainer

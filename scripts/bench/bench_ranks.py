@@ -19,7 +19,10 @@ from chargpt.store.folder import RunFolder
 CHARGPT = ["-m", "chargpt", "train"]
 WAYS = {
     "one process, two threads": [*CHARGPT, "-s", "threads=2"],
-    "two ranks, one thread each": ["-m", "torch.distributed.run", "--nproc-per-node=2", *CHARGPT],
+    "two ranks, one thread each": [
+        *("-m", "torch.distributed.run", "--nproc-per-node=2"),
+        *(*CHARGPT, "-s", "threads=1"),
+    ],
 }
 SIZES = {"4 x 128, 16 x 128 per step": (4, 128, 128), "5 x 192, 16 x 256 per step": (5, 192, 256)}
 BATCH_SIZE, STEPS, WARMUP = 16, 150, 10
@@ -36,6 +39,7 @@ def characters_per_second(text: Path, way: list[str], size: tuple[int, int, int]
         "train.batch_size": BATCH_SIZE,
         "train.max_steps": STEPS,
         "train.evaluate_every": STEPS,
+        "train.save_every": STEPS,
         "train.sample_every": 0,
         "device": "cpu",
         "dtype": "bfloat16",

@@ -54,8 +54,9 @@ read = time.perf_counter()
 print(json.dumps({"prepare": prepared - start, "read": read - prepared}))
 """
 RESUME = """
-import json, sys, time
+import gc, json, sys, time
 from pathlib import Path
+gc.set_threshold(200_000, 10, 10)  # as the command does before it imports torch
 started, result = float(sys.argv.pop(1)), Path(sys.argv.pop(1))
 from chargpt.cli.main import run
 from chargpt.training.learner import Batches, Learner
@@ -130,7 +131,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read_or_evict(text: Path, state: str) -> None:
-    """Read files into the page cache, or evict them from it."""
+    """Read files into the page cache, or evict them from it, and make sure of it."""
     os.sync()  # only what is on disk can be evicted
     for path in files_of(text):
         with open(path, "rb") as file:
@@ -139,6 +140,10 @@ def read_or_evict(text: Path, state: str) -> None:
             else:
                 while file.read(1 << 24):
                     pass
+    words = ["find", str(text), "-type", "f", "-exec", "fincore", "-bno", "RES", "{}", "+"]
+    found = subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+    fraction = sum(map(int, found)) / sum(path.stat().st_size for path in files_of(text))
+    assert fraction < 0.05 if state == "evicted" else fraction > 0.95, f"{state}: {fraction:.2f}"
 
 
 def copy_seconds(text: Path, target: Path) -> float:
@@ -148,12 +153,13 @@ def copy_seconds(text: Path, target: Path) -> float:
     with open(target, "wb") as file:
         subprocess.run(find, stdout=file, check=True)
         os.fsync(file.fileno())
+    seconds = time.perf_counter() - start
     target.unlink()
-    return round(time.perf_counter() - start, 2)
+    return round(seconds, 2)
 
 
 def resume(run: Path, steps: int) -> dict[str, float]:
-    """Resume a run in a new process until it has so many steps; return when it began them."""
+    """Resume a run until it has so many steps; return the seconds to its batch and step."""
     result = run.with_suffix(".json")
     words = [sys.executable, "-c", RESUME, str(time.monotonic()), str(result)]
     words += ["train", "--resume", str(run), "-s", f"train.max_steps={steps}"]
@@ -239,10 +245,6 @@ def main() -> None:
             read_or_evict(text, state)
             found[state].append(probe(text, folder))
             print(state, found[state][-1], flush=True)
-        copies = {}
-        for state in STATES:
-            read_or_evict(text, state)
-            copies[state] = copy_seconds(text, Path(temporary, "copy"))
         runs = [run for state in STATES for run in found[state]]
         medians = {s: statistics.median(run["prepare"] for run in found[s]) for s in STATES}
         seconds = medians["cached"]
@@ -253,8 +255,13 @@ def main() -> None:
             kills = prepare_with_kills(text, folder, arguments.kills, seconds)
             killed = {"kills": kills, "same_files": digest(folder) == expected}
         shutil.rmtree(folder)
+        copies = {}
+        for state in STATES:
+            read_or_evict(text, state)
+            copies[state] = copy_seconds(text, Path(temporary, "copy"))
         run = Path(temporary, "run")
-        words = ["-m", "chargpt", "train", str(text), "--out", str(run), "-s", "train.max_steps=1"]
+        words = ["-m", "chargpt", "train", str(text), "--out", str(run)]
+        words += ["-s", "train.max_steps=1", "-s", "device=cpu"]
         subprocess.run([sys.executable, *words], check=True, capture_output=True)
         resumed: dict[str, list[dict[str, float]]] = {state: [] for state in STATES}
         for steps, state in enumerate(STATES * 5, 2):

@@ -67,7 +67,8 @@ def summary() -> list[str]:
     text = record("text")
     coded = record("compress")["runs"][0]
     lines += [
-        f"| prepare a text of {text['text_bytes'] / 1e9:.0f} GB "
+        f"| prepare a text of {text['text_bytes'] / 1e9:.0f} GB in the page cache "
+        f"({text['hardware']}) "
         f"| {text['prepare_mb_per_second']['cached']:.0f} MB/s, "
         f"{text['memory_mb']:.0f} MB of memory | |",
         "| compress the validation split, `--adaptive` "
@@ -143,18 +144,20 @@ def busy(found: dict[str, Any]) -> list[str]:
     """Return the table of time budgets beside busy processes."""
     ranks = found["rows"][0].get("ranks", 1)
     which = "Beside" if ranks == 1 else f"{ranks} ranks beside"
-    rank_1 = {"ahead": "rank 1's clocks a minute ahead", "slow": "rank 1 five times as slow"}
+    rank_1 = {"ahead": "clocks a minute ahead", "slow": "five times as slow"}
     rows = []
     for row in found["rows"]:
         outcome = ["refused", "", ""]
         if "refused" not in row:
             steps = [f"{each:,}" for each in row.get("steps_of_ranks", [row["steps"]])]
             threads = str(row["threads"] or "one each")  # of ranks
-            outcome = [", ".join(steps), threads, f"{row['nats_per_char']:.3f}"]
-        beside = rank_1.get(row.get("rank_1", ""), str(row["busy_processes"]))
+            outcome = [" and ".join(steps), threads, f"{row['nats_per_char']:.3f}"]
+        beside = [str(row["busy_processes"])]
+        beside += [rank_1.get(row["rank_1"], "")] if ranks > 1 else []
         seconds = [f"{row['announced']:g} s", f"{row['seconds']:.1f}"]
-        rows.append([beside, row["budget"], *seconds, *outcome])
-    head = ["busy processes", "budget", "announced", "seconds", "steps", "threads at the end"]
+        rows.append([*beside, row["budget"], *seconds, *outcome])
+    head = ["busy processes", *(["rank 1"] if ranks > 1 else []), "budget", "announced", "seconds"]
+    head += ["steps", "threads at the end"]
     return [
         f"{which} processes that loop without end ({found['hardware']}, {found['date']}):",
         "",

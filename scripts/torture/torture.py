@@ -87,9 +87,7 @@ ROWS = (
     Row("ranks", "resume_ranks", 30, "two ranks resumed from every step: bitwise identical"),
     Row("ranks", "change_world_size", 18, "world sizes 1, 2, 4, resumed as 1, 2, 4: within 1e-5"),
     Row("ranks", "signal_ranks", 60, "signals to one or both of two ranks: saved, as for one"),
-    Row(
-        "ranks", "lose_rank", 40, "one of two ranks killed under --max-restarts: bitwise identical"
-    ),
+    Row("ranks", "lose_rank", 40, "a rank killed, 30 under --max-restarts: bitwise identical"),
     Row("ranks", "lose_host", 36, "one of two hosts' ranks killed, a link cut: bitwise identical"),
     Row("inputs", "invalid_text", 150, "unusable texts: a one-sentence error, exit code 2"),
     Row("inputs", "random_config", 10_000, "random configs: accepted, or rejected with a message"),
