@@ -7,9 +7,8 @@ Repeats SEED_TEXT with a counter in each repetition, then, in each of six new pr
 it as the text of a run and reads the prepared text with its checksums; in turn with the text in the
 page cache and evicted from it. Then `cat` copies the text and syncs the copy to disk, which is the
 least that preparing does. The memory is that of all processes that prepare it, at most (PSS). Then
-a run of one step is resumed ten times, for one more step, in turn with its text in the page cache
-and evicted from it: the time from the start of the command to the first batch, and to the end of
-the step, before the validation that follows the last step.
+a run of one step is resumed ten times, in turn with its text in the page cache and evicted from it:
+the time from the start of the command to the first batch, and to the end of the first step.
 
 With --files the text is so many files of 10 kB. With --kills it is also prepared by processes that
 are killed at random times (SIGKILL), N in all, until one is left to finish: the files are the same.
@@ -54,7 +53,7 @@ read = time.perf_counter()
 print(json.dumps({"prepare": prepared - start, "read": read - prepared}))
 """
 RESUME = """
-import gc, json, sys, time
+import gc, json, os, sys, time
 from pathlib import Path
 gc.set_threshold(200_000, 10, 10)  # as the command does before it imports torch
 started, result = float(sys.argv.pop(1)), Path(sys.argv.pop(1))
@@ -65,7 +64,9 @@ def timed(method, name):
     def call(*arguments):
         done = method(*arguments)
         found.setdefault(name, round(time.monotonic() - started, 2))
-        result.write_text(json.dumps(found))
+        if name == "first_step":
+            result.write_text(json.dumps(found))
+            os._exit(0)
         return done
     return call
 Batches.at = timed(Batches.at, "first_batch")
@@ -158,11 +159,11 @@ def copy_seconds(text: Path, target: Path) -> float:
     return round(seconds, 2)
 
 
-def resume(run: Path, steps: int) -> dict[str, float]:
-    """Resume a run until it has so many steps; return the seconds to its batch and step."""
+def resume(run: Path) -> dict[str, float]:
+    """Resume a run of one step; return the seconds to the first batch and the first step."""
     result = run.with_suffix(".json")
     words = [sys.executable, "-c", RESUME, str(time.monotonic()), str(result)]
-    words += ["train", "--resume", str(run), "-s", f"train.max_steps={steps}"]
+    words += ["train", "--resume", str(run), "-s", "train.max_steps=2"]
     subprocess.run(words, check=True, capture_output=True)
     found: dict[str, float] = json.loads(result.read_text())
     return found
@@ -264,9 +265,9 @@ def main() -> None:
         words += ["-s", "train.max_steps=1", "-s", "device=cpu"]
         subprocess.run([sys.executable, *words], check=True, capture_output=True)
         resumed: dict[str, list[dict[str, float]]] = {state: [] for state in STATES}
-        for steps, state in enumerate(STATES * 5, 2):
+        for state in STATES * 5:
             read_or_evict(run / "text", state)
-            resumed[state].append(resume(run, steps))
+            resumed[state].append(resume(run))
             print(state, resumed[state][-1], flush=True)
     result = {
         **provenance(),
