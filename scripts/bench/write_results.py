@@ -239,10 +239,11 @@ def preparing(found: dict[str, Any]) -> list[str]:
     )
 
     def resumed(what: str) -> str:
-        return "; ".join(
-            ", ".join(f"{each[what]:.1f}" for each in found["resume_seconds"][state])
+        cached, evicted = (
+            statistics.median(each[what] for each in found["resume_seconds"][state])
             for state in ("cached", "evicted")
         )
+        return f"{cached:.1f} s ({evicted:.1f} s if the prepared text is not in the page cache)"
 
     killed = ""
     if found.get("same_files"):
@@ -252,8 +253,8 @@ def preparing(found: dict[str, Any]) -> list[str]:
         f"and at {evicted} if not, with {found['memory_mb']:.0f} MB of memory of all processes "
         f"({found['hardware']}, {found['date']}); reading it again with its checksums takes "
         f"{statistics.median(found['read_seconds']):.1f} s.{killed} From the command that resumes "
-        f"a run of it to the first batch it takes {resumed('first_batch')} s, to the end of the "
-        f"first step {resumed('first_step')} s (prepared text in the page cache; not in it).",
+        f"a run of it to the first batch it takes {resumed('first_batch')}, to the end of the "
+        f"first step {resumed('first_step')}, medians of five.",
         "",
         f"`{command(found)}`",
     ]
