@@ -85,7 +85,7 @@ ROWS = (
     Row("training", "non_finite", 60, "NaN or infinity: stop before the update, or roll back"),
     Row("interruption", "send_signal", 60, "INT, TERM, HUP: saved, exit 128 + signal within 5 s"),
     Row("ranks", "resume_ranks", 30, "two ranks resumed from every step: bitwise identical"),
-    Row("ranks", "change_world_size", 18, "world sizes 1, 2, 4, resumed as 1, 2, 4: within 1e-5"),
+    Row("ranks", "change_world_size", 19, "world sizes 1, 2, 4, resumed as 1, 2, 4: within 1e-5"),
     Row("ranks", "signal_ranks", 60, "signals to one or both of two ranks: saved, as for one"),
     Row("ranks", "lose_rank", 40, "a rank killed, 30 under --max-restarts: bitwise identical"),
     Row("ranks", "lose_host", 36, "one of two hosts' ranks killed, a link cut: bitwise identical"),
