@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,28 +23,34 @@ from chargpt.text.prepare import JOURNAL, UNSHUFFLED, load_corpus, prepare, read
 from chargpt.text.source import find_text
 
 LINES = "".join(f"{number} naïve lines, 字 {number * 7919 % 1009}\n" for number in range(3000))
-# in the folder of texts/: prepare it in text/, in segments of 4 kB
-PREPARE = """
-import sys
+# a program whose segments are of 4 kB, and that is killed when its journal has so many results
+KILLED = """
+import os, signal, sys
+from chargpt.text import source, workers
+source.CHUNK_BYTES, source.SEGMENT_BYTES = 1000, 4000
+n_results, lines, line = int(sys.argv[1]), [], workers._line  # for each read or written
+def counted(entry):
+    lines.extend([entry] if entry else [])
+    if len(lines) > n_results:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return line(entry)
+workers._line = counted
+"""
+# in the folder of texts/: prepare it in text/
+PREPARE = f"""{KILLED}
 from pathlib import Path
 from chargpt.config import TextConfig
-from chargpt.text import source
 from chargpt.text.prepare import prepare
-source.CHUNK_BYTES, source.SEGMENT_BYTES = 1000, 4000
-settings = TextConfig(path="texts", documents=sys.argv[1] or None)
+settings = TextConfig(path="texts", documents=sys.argv[2] or None)
 prepare(source.find_text(settings), settings, Path("text"))
 """
-
-
-# `chargpt train texts`, with segments of 4 kB
-TRAIN = """
-import sys
-from chargpt.text import source
-source.CHUNK_BYTES, source.SEGMENT_BYTES = 1000, 4000
-sys.argv = "chargpt train texts -c bigram -s train.max_steps=3 -s model.block_size=16".split()
+# `chargpt train texts`
+TRAIN = f"""{KILLED}
+sys.argv[1:] = "train texts -c bigram -s train.max_steps=3 -s model.block_size=16".split()
 from chargpt.cli.main import run
 run()
 """
+NEVER = "1000"  # there are 42 results
 
 
 @pytest.fixture
@@ -121,23 +126,23 @@ def test_several_processes_prepare_what_one_does(
 def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(
     texts: Path, tmp_path: Path, documents: str | None
 ) -> None:
-    command = [sys.executable, "-c", PREPARE, documents or ""]
     folder = tmp_path / "text"
     journal, tokens = folder / JOURNAL, folder / (UNSHUFFLED[0] if documents else "tokens.bin")
-    for n_lines in (5, 15, 30):  # of the journal; 21 are of the first pass
-        with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE) as process:
-            while process.poll() is None:
-                if journal.exists() and journal.read_bytes().count(b"\n") >= n_lines:
-                    process.kill()
-                time.sleep(0.001)
-            assert process.stderr is not None
-            assert b"Traceback" not in process.stderr.read()  # until all its processes end
-        assert process.returncode == -signal.SIGKILL
+
+    def run(n_results: str) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-c", PREPARE, n_results, documents or ""]
+        return subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE)
+
+    for n_results in (5, 15, 30):  # 21 are of the first pass
+        killed = run(str(n_results))
+        assert killed.returncode == -signal.SIGKILL
+        assert b"Traceback" not in killed.stderr  # of all its processes
+        assert journal.read_bytes().count(b"\n") == 1 + n_results
     results = journal.read_bytes()
     journal.write_bytes(results + b'["encoding", 3')  # cut by a kill
     with open(tokens, "r+b") as file:
         file.write(b"lost in a power cut")
-    subprocess.run(command, cwd=tmp_path, check=True)
+    assert run(NEVER).returncode == 0
     assert journal.read_bytes().startswith(results)  # nothing is read twice
     whole = prepared(texts, tmp_path / "whole", documents=documents)
     read = read_prepared(folder, whole.settings, whole.tokenizer)
@@ -148,13 +153,11 @@ def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(
 def test_a_start_that_was_killed_is_continued_by_the_same_command(
     texts: Path, tmp_path: Path
 ) -> None:
-    run, command = tmp_path / "runs" / "texts-bigram", [sys.executable, "-c", TRAIN]
-    journal = run / ".new" / "text" / JOURNAL
-    with subprocess.Popen(command, cwd=tmp_path) as process:
-        while not journal.exists() or journal.read_bytes().count(b"\n") < 5:
-            time.sleep(0.001)
-        process.kill()
-    subprocess.run(command, cwd=tmp_path, check=True)
+    run = tmp_path / "runs" / "texts-bigram"
+    for n_results, code in [("5", -signal.SIGKILL), (NEVER, 0)]:
+        assert not run.exists() or (run / ".new" / "text" / JOURNAL).exists()
+        command = [sys.executable, "-c", TRAIN, n_results]
+        assert subprocess.run(command, cwd=tmp_path).returncode == code
     assert os.listdir(run.parent) == [run.name]
     assert sorted(os.listdir(run / "text")) == ["meta.json", "tokens.bin"]
     assert not (run / ".new").exists()
