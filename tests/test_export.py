@@ -497,7 +497,7 @@ def test_the_commands_say_what_they_wrote_and_how_it_was_checked(cli: Cli, tmp_p
 def test_what_is_made_during_the_check_stays(
     kind: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, path = run_of(TOKENIZERS["ascii"]), tmp_path / "x"
+    run, path = run_of(TOKENIZERS["ascii"], n_layer=1), tmp_path / "x"
     weights = run.model.state_dict()
     RunFolder(tmp_path / "run").create(run.config, run.tokenizer).save(
         config=run.config, tokenizer=run.tokenizer, state=run.state, model=weights, optimizer={}

@@ -362,7 +362,7 @@ def shrunk_directory(checkpoint: bytes) -> bytes:
     result = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(checkpoint)) as old,
-        zipfile.ZipFile(result, "w", zipfile.ZIP_DEFLATED) as new,
+        zipfile.ZipFile(result, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as new,
     ):
         for entry in old.infolist():
             new.writestr(entry.filename, old.read(entry) + bytes(50_000_000))

@@ -255,8 +255,9 @@ def test_a_process_that_is_killed_is_reported(
 @pytest.mark.parametrize("n_more", [0, 700])  # characters: a token has two bytes
 @pytest.mark.parametrize("byte", [b"\0", b"\xff"])  # in the vocabulary or not
 def test_a_long_text_that_is_damaged_ends_a_resumed_run_before_anything_is_saved(
-    texts: Path, tmp_path: Path, byte: bytes, n_more: int
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, byte: bytes, n_more: int
 ) -> None:
+    monkeypatch.setattr(module, "CHECK_DELAY", 0.1)
     (texts / "2.txt").write_text("".join(map(chr, range(0x4E00, 0x4E00 + n_more))), "utf-8")
     quick = {"train.max_steps": 5, "train.save_every": 5, "model.block_size": 16}
     run, more = tmp_path / "run", {"train.max_steps": 10}

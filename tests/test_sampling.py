@@ -74,8 +74,13 @@ def test_a_streams_text_does_not_depend_on_the_number_of_streams():
 
 
 @POSIX
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("form", [["--num-samples=1"], ["--num-samples=16"], ["--json"]])
+@pytest.mark.parametrize(
+    ("number", "form"),
+    [
+        *((signal.SIGINT, ["--num-samples=1"]), (signal.SIGTERM, ["--num-samples=1"])),
+        *((signal.SIGINT, ["--num-samples=16"]), (signal.SIGTERM, ["--json"])),
+    ],
+)
 def test_a_signal_ends_the_sample_command_and_what_was_sampled_is_printed(number, form, tmp_path):
     run = REPOSITORY / "tests" / "golden" / "0.1.0" / "run"
     threads = "export OMP_NUM_THREADS=2;"

@@ -377,7 +377,7 @@ def test_metrics_of_any_kind_take_bounded_memory(
 ) -> None:
     monkeypatch.setattr("chargpt.store.metrics.MAX_KEPT_BYTES", 1_000_000)
     with open(run.metrics.path, "w") as file:
-        for number in range(max(1, 300_000 // (n_keys + 1))):
+        for number in range(max(1, 300_000 // (n_keys + 3))):
             keys = "".join(f',"{number}.{key}":1' for key in range(n_keys))
             file.write(f'{{"step":{number}{keys}}}\n')
     tracemalloc.start()
