@@ -12,8 +12,8 @@ import secrets
 import shlex
 import stat
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,15 +37,10 @@ def exists(path: Path) -> bool:
 
     It raises OSError if the system cannot tell, which `Path.exists` of some versions takes for no.
     """
-    try:
+    with suppress_missing():
         path.lstat()
-    except ValueError:  # no system has such a path
-        return False
-    except OSError as error:
-        if is_missing(error):
-            return False
-        raise
-    return True
+        return True
+    return False
 
 
 def expand_user(path: str) -> Path:
@@ -61,16 +56,21 @@ def is_missing(error: Exception) -> bool:
     return is_invalid_name or isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
+@contextmanager
+def suppress_missing() -> Iterator[None]:
+    """Suppress in the block the error that there is nothing at a path, or that none can be."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # a ValueError: no system has such a path
+        if isinstance(error, OSError) and not is_missing(error):
+            raise
+
+
 def entry_names(folder: Path) -> list[str]:
     """Return the names of a folder's entries; none if there is no folder."""
-    try:
+    with suppress_missing():
         return os.listdir(folder)
-    except ValueError:  # no system has such a path
-        return []
-    except OSError as error:
-        if is_missing(error):
-            return []
-        raise
+    return []
 
 
 def path_of(descriptor: int) -> Path:
@@ -103,10 +103,9 @@ def lock_descriptor(descriptor: int) -> None:
 
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:  # as of a network file system, which locks what is open for writing
-            pass
+        except OSError as error:  # others: of a network file system, which locks what is writable
+            if isinstance(error, BlockingIOError):
+                raise
 
 
 def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
@@ -170,20 +169,13 @@ def place(temporary: Path, path: Path, *, force: bool | None = None) -> None:
             path.mkdir()
             os.rename(temporary, path)  # replaces an empty folder
         else:
-            _link(temporary, path)
+            try:
+                os.link(temporary, path)
+            except OSError:  # no links, or the name is in use, as the next line then says
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))  # reserves the name
+                os.replace(temporary, path)
     except FileExistsError:
         raise taken(path, force) from None
-
-
-def _link(temporary: Path, path: Path) -> None:
-    """Give a file a second name, or move it where there are no links; FileExistsError if in use."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        raise
-    except OSError:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))  # reserves the name
-        os.replace(temporary, path)
 
 
 def require_new(path: Path, *, force: bool | None = None) -> None:

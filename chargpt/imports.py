@@ -32,6 +32,7 @@ from chargpt.models import build_model, count_parameters
 from chargpt.store.checkpoint import RunState, max_weight_bytes
 from chargpt.store.folder import RunFolder
 from chargpt.store.tensors import require_weights
+from chargpt.text.prepare import prepare
 from chargpt.text.source import find_text
 from chargpt.text.tokenizer import CharTokenizer
 
@@ -142,7 +143,7 @@ def import_nanogpt(checkpoint: Path, meta: Path, out: Path, text: Path | None = 
             if not {*"\r\u2028\u2029"} & {*tokenizer.characters}:  # it reads CR LF as LF
                 values["text.newlines"] = "lf"
             config = config.with_values(values)
-            corpus = folder.prepare_text(find_text(config.text), config.text)
+            corpus = prepare(find_text(config.text), config.text, folder.new_text)
             if corpus.tokenizer.characters != tokenizer.characters:
                 different = set(corpus.tokenizer.characters) ^ set(tokenizer.characters)
                 raise TextError(

@@ -250,7 +250,7 @@ def test_a_mix_of_documents_ends_where_one_of_its_runs_ends_a_document() -> None
 
 
 @pytest.mark.parametrize(
-    "weights", [[0.5], [0.7, 0.4], [1.5, -0.5], [math.nan, 1.0], 0.3, [0.0, 0.0]]
+    "weights", [[0.5], [0.7, 0.4], [1.5, -0.5], [math.nan, 1.0], 0.3, [0.0, 0.0], ["0.5", "0.5"]]
 )
 def test_weights_that_are_not_a_distribution_are_rejected(weights: list[float]) -> None:
     with pytest.raises(ConfigError, match="weights"):

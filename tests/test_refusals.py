@@ -93,6 +93,7 @@ REFUSALS = [
     ),
     ("train empty.txt", 2, "empty.txt is empty", "give a text"),
     ("train forty.txt", 2, "holds 40 characters", "give a longer text"),
+    ("train lines.txt --val ''", 2, "the path of the text is empty", "name a file"),
     ("train binary.txt", 2, "is binary", "name a text"),
     ("train windows.txt", 2, "byte 0xE9 at offset 3", "--encoding cp1252 reads it as"),
     ("train a.txt b.txt", 2, "extra argument(s) (b.txt)", "such as '*.txt' needs quotes"),

@@ -661,8 +661,9 @@ def test_no_folder_but_those_of_its_text_is_listed_when_a_run_is_resumed(
     forged = config.with_values({"text.path": f"{tmp_path}/**"}).to_yaml()
     rewrite(checkpoint, "config.yaml", forged.encode())
     Path("others").mkdir()
-    for number, (folder, is_noted) in enumerate((("others", False), ("texts", True)), 2):
-        Path(folder, "new.txt").write_text("new")
+    added = {"others/new.txt": False, "texts/.new.txt": False, "texts/new.txt": True}
+    for number, (path, is_noted) in enumerate(added.items(), 2):
+        Path(path).write_text("new")
         done = cli("train", "--resume", "r", "-s", f"train.max_steps={number}")
         assert done.returncode == 0, done.stderr
         assert ("has changed since the run began" in done.stderr) == is_noted

@@ -29,7 +29,7 @@ from chargpt.config import parse_override, shipped_configs, split_values
 from chargpt.errors import ConfigError, Stopped
 from chargpt.files import quoted
 from chargpt.outputs import require_new_output, require_no_link, write_new
-from chargpt.store.commit import read_error
+from chargpt.store.commit import reading
 from chargpt.store.layout import find_runs, is_run
 from chargpt.text.display import one_line
 from chargpt.training.start import Request, Session
@@ -182,10 +182,8 @@ def reject_mixed(paths: list[Path], models: str | None) -> None:
 
 def runs_in(path: Path) -> list[Path]:
     """Return the runs in a folder, such as `compare --out` makes; another path itself."""
-    try:
+    with reading(path):
         inside = [] if is_run(path) else [*find_runs(path, depth=1)]
-    except OSError as error:
-        raise read_error(path, error) from None
     return sorted(inside) or [path]
 
 

@@ -108,10 +108,8 @@ def step_of(folder: Path) -> int:
 
 def list_checkpoints(parent: Path) -> list[Path]:
     """Return the checkpoint folders, intact or damaged, oldest first, or raise UnreadableError."""
-    try:
+    with commit.reading(parent):
         names = filter(CHECKPOINT_NAME.fullmatch, entry_names(parent))
-    except OSError as error:
-        raise commit.read_error(parent, error) from None
     return sorted((parent / name for name in names), key=step_of)
 
 
@@ -172,9 +170,12 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
     max_bytes = {MODEL: max_weight_bytes(config.model, tokenizer.vocab_size)}
     if optimizer:
         max_bytes[OPTIMIZER] = MAX_OPTIMIZER_COPIES * max_bytes[MODEL]
-    sizes = [min(limit, _file_size(folder / name)) for name, limit in max_bytes.items()]
+    n_bytes = 0
+    for name, limit in max_bytes.items():
+        with suppress(OSError):  # there is none, which reading it will report
+            n_bytes += min(limit, (folder / name).lstat().st_size)
     # each file's bytes are in memory together with its tensors
-    require_memory(2 * sum(sizes) + rotary_bytes(config.model), f"the checkpoint {folder}")
+    require_memory(2 * n_bytes + rotary_bytes(config.model), f"the checkpoint {folder}")
     tensors = {
         name: deserialize(folder / name, content)
         for name, content in commit.read(folder, max_bytes).items()
@@ -191,14 +192,6 @@ def max_weight_bytes(model: ModelConfig, vocab_size: int) -> int:
     """Return the largest size of a model's safetensors file, in bytes."""
     header = MAX_TENSOR_HEADER * (TENSORS_PER_LAYER * model.n_layer + OTHER_TENSORS)
     return 4 * count_parameters(model, vocab_size) + header
-
-
-def _file_size(path: Path) -> int:
-    """Return the size of a file; 0 if there is none, which reading it will report."""
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0
 
 
 def read_metadata(folder: Path) -> tuple[Config, CharTokenizer, RunState]:

@@ -7,9 +7,9 @@ Readers check every byte against the manifest, and read no file that is larger t
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from chargpt.errors import RunError, UnreadableError, reason_of
@@ -109,15 +109,17 @@ def remove(folder: Path, names: Iterable[str]) -> None:
         folder.rmdir()
 
 
-def read_error(path: Path, error: Exception) -> RunError:
-    """Return the error about a file: it is damaged or missing, or the system cannot read it."""
-    if isinstance(error, OSError) and not is_missing(error):
-        return UnreadableError(
-            f"{path} cannot be read ({reason_of(error)}); try again, and if that does not help, "
-            "check the disk and the permissions"
-        )
-    cause = reason_of(error)
-    return RunError(f"{path} cannot be read ({cause}); restore it or use another checkpoint")
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Report what fails in the block: a file is damaged or missing, or cannot be read now."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        problem = f"{path} cannot be read ({reason_of(error)})"
+        if isinstance(error, OSError) and not is_missing(error):
+            remedy = "try again, and if that does not help, check the disk and the permissions"
+            raise UnreadableError(f"{problem}; {remedy}") from None
+        raise RunError(f"{problem}; restore it or use another checkpoint") from None
 
 
 def read(folder: Path, max_bytes: Mapping[str, int]) -> dict[str, bytes]:
@@ -135,10 +137,8 @@ def read(folder: Path, max_bytes: Mapping[str, int]) -> dict[str, bytes]:
     files = {}
     for name, limit in max_bytes.items():
         path = folder / name
-        try:
+        with reading(path):
             content = read_regular(path, limit)
-        except (OSError, ValueError) as error:
-            raise read_error(path, error) from None
         if (len(content), _sha256([content])) != listed.get(name):
             raise RunError(f"{path} has changed since it was saved; use another checkpoint")
         files[name] = content
@@ -148,13 +148,11 @@ def read(folder: Path, max_bytes: Mapping[str, int]) -> dict[str, bytes]:
 def _read_manifest(folder: Path) -> dict[str, tuple[object, object]]:
     """Return the size and SHA-256 of each file that a directory's manifest lists."""
     path = folder / MANIFEST
-    try:
+    with reading(path):
         if folder.is_symlink():
             raise ValueError("its folder is a symbolic link")
-        files = read_json(path, MAX_MANIFEST_BYTES)["files"]
-        return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
-    except (AttributeError, KeyError, TypeError):
-        error: Exception = ValueError("it is malformed")
-    except (OSError, ValueError) as caught:
-        error = caught
-    raise read_error(path, error)
+        try:
+            files = read_json(path, MAX_MANIFEST_BYTES)["files"]
+            return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError("it is malformed") from None

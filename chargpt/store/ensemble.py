@@ -4,6 +4,7 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import NoReturn
 
@@ -75,7 +76,8 @@ def mix(runs: Sequence[Run | str | Path], weights: Sequence[float] | None = None
             f"expected the weights of {len(runs)} runs (they are {weights!r:.100}); give a list "
             "with one for each"
         )
-    if not (min(weights) >= 0 and abs(math.fsum(weights) - 1) <= MAX_ERROR):
+    are_numbers = all(isinstance(weight, Real) for weight in weights)
+    if not (are_numbers and min(weights) >= 0 and abs(math.fsum(weights) - 1) <= MAX_ERROR):
         raise ConfigError(
             f"the weights {weights!r:.100} are not all 0 or more with the sum 1; change them, as "
             "in [0.7, 0.3]"
@@ -86,12 +88,8 @@ def mix(runs: Sequence[Run | str | Path], weights: Sequence[float] | None = None
         return first
     for other, _ in others:
         require_same_documents(first, other)
-    parts = tuple(part for part, _ in pairs)
-    model = Ensemble(
-        [part.model for part in parts],
-        [part.tokenizer for part in parts],
-        [weight for _, weight in pairs],
-    )
+    parts, fractions = zip(*pairs, strict=True)
+    model = Ensemble([part.model for part in parts], [part.tokenizer for part in parts], fractions)
     return MixedRun(
         folder=first.folder,
         config=first.config,
@@ -100,7 +98,7 @@ def mix(runs: Sequence[Run | str | Path], weights: Sequence[float] | None = None
         step=first.step,
         state=first.state,
         parts=parts,
-        weights=tuple(weight for _, weight in pairs),
+        weights=fractions,
     )
 
 

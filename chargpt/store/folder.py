@@ -62,10 +62,8 @@ from chargpt.store.layout import (
 )
 from chargpt.store.metrics import MetricsLog
 from chargpt.store.tensors import serialize
-from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import JOURNAL, prepare, read_prepared
-from chargpt.text.source import Source
+from chargpt.text.prepare import JOURNAL, read_prepared
 from chargpt.text.tokenizer import CharTokenizer
 
 
@@ -143,7 +141,7 @@ class RunFolder:
 
         With `is_new` the folder is made, and if the block raises before a run that it has created
         has results, what was written is deleted. Of a start that was killed only a text remains,
-        for `prepare_text` to go on with. Other ranks than 0 lock and write nothing.
+        for `prepare` to go on with. Other ranks than 0 lock and write nothing.
 
         Raises:
             RunError: another process holds the lock, the folder cannot be written, or holds a link.
@@ -486,16 +484,6 @@ class RunFolder:
         if skipped:
             logger.warning(f"{saved.folder.name} is used instead")
         return saved
-
-    def prepare_text(
-        self,
-        source: Source,
-        settings: TextConfig,
-        on_progress: TextProgress | None = None,
-        like: str | None = None,
-    ) -> Corpus:
-        """Read a text into `new_text`; arguments and errors are those of `prepare`."""
-        return prepare(source, settings, self.new_text, on_progress, like)
 
     def has_text(self) -> bool:
         """Return whether the run has a text of its own."""

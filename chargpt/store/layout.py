@@ -19,10 +19,17 @@ from pathlib import Path
 from filelock import FileLock
 
 from chargpt.errors import RunError, reason_of
-from chargpt.files import entry_names, exists, is_missing, name_pattern, open_regular
+from chargpt.files import (
+    entry_names,
+    exists,
+    is_missing,
+    name_pattern,
+    open_regular,
+    suppress_missing,
+)
 from chargpt.log import logger
 from chargpt.store.checkpoint import CHECKPOINT_NAME, CONFIG, FILES, KEEP, TOKENIZER, UNFINISHED
-from chargpt.store.commit import MANIFEST, read_error
+from chargpt.store.commit import MANIFEST, reading
 from chargpt.text.prepare import TEXT_FILES
 from chargpt.text.tokenizer import FORMAT
 
@@ -58,26 +65,19 @@ STARTS = {  # patterns of the first bytes of files whose names are others' too
 
 def identity_of(path: Path | int) -> tuple[int, int] | None:
     """Return device and inode of the folder at a path or descriptor; None if there is none."""
-    try:
+    with suppress_missing():
         status = os.stat(path)
-    except OSError as error:
-        if is_missing(error):
-            return None
-        raise
-    return status.st_dev, status.st_ino
+        return status.st_dev, status.st_ino
+    return None
 
 
 def find_link(path: Path) -> str | None:
     """Return the relative path of a link, pipe or device in place of a file or folder of a run."""
     pending = [""]
     while pending:
-        parent = pending.pop()
-        try:
-            entries = [*os.scandir(path / parent)]
-        except OSError as error:
-            if is_missing(error):  # a checkpoint, deleted by a training process
-                continue
-            raise
+        parent, entries = pending.pop(), list[os.DirEntry[str]]()
+        with suppress_missing():  # a checkpoint, deleted by a training process
+            entries += os.scandir(path / parent)
         for entry in entries:
             name = parent + entry.name
             if not RUN_PATHS.fullmatch(name):
@@ -97,10 +97,8 @@ def require_no_links(path: Path) -> None:
         UnreadableError: the folder cannot be read now.
         RunError: there is one.
     """
-    try:
+    with reading(path):
         link = find_link(path)
-    except OSError as error:
-        raise read_error(path, error) from None
     if link is not None:
         raise RunError(
             f"{path / link} is a symbolic link, a pipe or a device, which a run may not hold; "

@@ -18,7 +18,7 @@ from chargpt.store.checkpoint import (
     newest_metadata,
     parse_config,
 )
-from chargpt.store.commit import read_error
+from chargpt.store.commit import reading
 from chargpt.store.layout import CHECKPOINTS, LOCK, find_runs, has_checkpoint, require_no_links
 from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import CharTokenizer
@@ -54,10 +54,8 @@ def list_runs(parent: Path) -> list[RunSummary]:
     Raises:
         UnreadableError: the folder cannot be read.
     """
-    try:
+    with reading(parent):
         entry_names(parent)
-    except OSError as error:
-        raise read_error(parent, error) from None
     found = [summarize(path) for path in find_runs(parent, logs=True)]
     return sorted(found, key=_time_of, reverse=True)
 

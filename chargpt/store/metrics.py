@@ -19,7 +19,7 @@ from chargpt.errors import RunError
 from chargpt.files import open_regular, write_atomically
 from chargpt.log import logger
 from chargpt.store.checkpoint import RunState
-from chargpt.store.commit import read_error
+from chargpt.store.commit import reading
 
 VALIDATION = "val_nats_per_char"
 MAX_METRICS_BYTES = 2_000_000_000  # about 100 bytes per step
@@ -81,7 +81,7 @@ class MetricsLog:
         """
         kept: list[tuple[int, dict[str, Any]]] = []  # with the bytes of each
         n_bytes, every, damaged = 0, 1, 0
-        try:
+        with reading(self.path):
             for number, (line, record) in enumerate(self._parsed(requires_checksums)):
                 damaged += record is None and is_damage(line)
                 if record is not None and (number % every == 0 or VALIDATION in record):
@@ -90,25 +90,18 @@ class MetricsLog:
                 while n_bytes > MAX_KEPT_BYTES and len(kept) > 1:
                     kept, every = _thinned(kept), 2 * every
                     n_bytes = sum(size for size, _ in kept)
-        except OSError as error:
-            raise read_error(self.path, error) from None
         if damaged:
             logger.warning(f"damaged lines of {self.path}, left out: {damaged:,}")
         return [record for _, record in kept]
 
     def _parsed(self, has_checksums: bool = False) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-        """Yield the lines with their records, None if damaged."""
-        for line in self._lines():
-            record = parse_record(line, requires_checksum=has_checksums)
-            has_checksums |= record is not None and CHECKSUM.search(line) is not None
-            yield line, record
-
-    def _lines(self) -> Iterator[bytes]:
-        """Yield the lines; none if there is no file."""
+        """Yield the lines with their records, None if damaged; none if there is no file."""
         try:
             with open_regular(self.path, MAX_METRICS_BYTES) as file:
                 while line := file.readline(MAX_LINE_BYTES):
-                    yield line
+                    record = parse_record(line, requires_checksum=has_checksums)
+                    has_checksums |= record is not None and CHECKSUM.search(line) is not None
+                    yield line, record
         except FileNotFoundError:
             return
         except ValueError as error:

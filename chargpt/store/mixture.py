@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors
 import safetensors.numpy
 import torch
 
@@ -27,14 +26,12 @@ from chargpt.store.ensemble import MixedRun, mix
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import MIXTURE_FILE
 from chargpt.store.run import Run, as_run
+from chargpt.store.tensors import MALFORMED
 from chargpt.text.tokenizer import Tokens
 
 Array = npt.NDArray[Any]
 MAX_BYTES = 4 * MAX_TOKENS + 1_000_000
-MALFORMED = (  # what reading a file raises that is missing, or not of this form
-    *(OSError, ValueError, KeyError, TypeError, OverflowError, RuntimeError),
-    safetensors.SafetensorError,
-)
+UNUSABLE = (OSError, *MALFORMED)
 
 
 class OtherCheckpointError(RunError):
@@ -78,7 +75,7 @@ def _kept_step(run: Run) -> int | None:
     try:
         content = read_regular(run.folder / MIXTURE_FILE, MAX_BYTES)
         step = int(safetensors.numpy.load(content)["step"].item())
-    except MALFORMED:
+    except UNUSABLE:
         return None
     return step if RunFolder(run.folder).is_kept(step) else None
 
@@ -150,7 +147,7 @@ def read_mixture(run: Run) -> tuple[Tokens, Gate]:
         gate.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
         if not all(parameter.isfinite().all() for parameter in gate.parameters()):
             raise ValueError("a weight of its gate is not finite")
-    except MALFORMED as error:
+    except UNUSABLE as error:
         reason = str(error).partition("\n")[0]
         raise RunError(
             f"{path} cannot be used ({reason:.200}); use the run without its mixture"

@@ -20,7 +20,7 @@ from chargpt.files import quoted
 from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.checkpoint import Checkpoint, RunState, last_saved, list_checkpoints
-from chargpt.store.commit import read_error
+from chargpt.store.commit import reading
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import (
     CHECKPOINTS,
@@ -176,18 +176,16 @@ def newest_run(parent: Path = Path("runs")) -> Path:
 def open_run(path: str | Path) -> RunFolder:
     """Return a run's folder, or raise RunError, also if it holds a link that would be followed."""
     path = Path(path)
-    if path.is_file():
-        folder = path.parent if is_run(path.parent) else Path("runs", path.stem)
-        raise RunError(
-            f"{path} is a file, not a run; name the run's folder, such as {folder}, and the text "
-            "after it where the command takes one"
-        )
-    try:
+    with reading(path):
+        if path.is_file():
+            folder = path.parent if is_run(path.parent) else Path("runs", path.stem)
+            raise RunError(
+                f"{path} is a file, not a run; name the run's folder, such as {folder}, and the "
+                "text after it where the command takes one"
+            )
         if is_run(path):
             require_no_links(path)
             return RunFolder(path, identity_of(path))
-    except OSError as error:
-        raise read_error(path, error) from None
     what = "there is no folder" if not path.exists() else "there is no run in"
     near = most_similar(path.name, [p.name for p in path.parent.glob("*")])
     inside = [p for p in sorted(path.glob("*")) if is_readable_run(p)]

@@ -5,14 +5,17 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-import safetensors
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from chargpt.errors import RunError
 from chargpt.files import Buffers
 from chargpt.models import LanguageModel
+
+# raised by reading a file of tensors that is not of this form
+MALFORMED = (ValueError, KeyError, TypeError, RuntimeError, OverflowError, SafetensorError)
 
 
 def serialize(tensors: Mapping[str, Tensor]) -> Buffers:
@@ -44,10 +47,7 @@ def deserialize(path: Path, content: bytes) -> dict[str, Tensor]:
         for name, tensor in tensors.items():
             if tensor.dtype != torch.float32:
                 raise ValueError(f"{name:.80} is {tensor.dtype}, not float32")
-    except (
-        *(ValueError, KeyError, TypeError, RuntimeError, OverflowError),
-        safetensors.SafetensorError,
-    ) as error:
+    except MALFORMED as error:
         raise RunError(
             f"{path} is not a safetensors file ({str(error)[:200]}); use another checkpoint"
         ) from None

@@ -118,7 +118,7 @@ def resolve_settings(
 
     Raises:
         ConfigError: a key or value is wrong.
-        TextError: the path of the text is not Unicode, or a named text is not there.
+        TextError: the path of a text is empty or not Unicode, or a named text is not there.
     """
     settings = dict(settings or {})
     for key in ("text.val_path", "text.test_path"):
@@ -126,8 +126,6 @@ def resolve_settings(
             settings[key] = _absolute(held_out)
     if path is None:
         return merge_settings(config, settings)
-    if path == "":
-        raise TextError("the path of the text is empty; name a file, a folder or a pattern")
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -146,6 +144,8 @@ def resolve_settings(
 
 
 def _absolute(path: str) -> str:
+    if not path:
+        raise TextError("the path of the text is empty; name a file, a folder or a pattern")
     return path if path == "-" else str(expand_user(path).absolute())
 
 

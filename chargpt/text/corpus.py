@@ -422,19 +422,11 @@ def shuffled(tokens: Tokens, eos_token_id: int, order: Ints) -> Iterator[Tokens]
     """Yield the tokens of a text in chunks, its documents in this order."""
     tokens = np.asarray(tokens)
     ends = document_ends(tokens, eos_token_id)
-    documents: list[Tokens] = []
-    size = 0
-    for first in range(0, len(order), CHUNK):  # as lists of Python, all would take much memory
-        chosen = order[first : first + CHUNK]
+    chunks = np.diff(ends, prepend=0)[order].cumsum() // CHUNK  # of each document
+    for chosen in np.split(order, np.flatnonzero(np.diff(chunks)) + 1):
         starts = np.where(chosen, ends[chosen - 1], 0)
-        for start, end in zip(starts.tolist(), ends[chosen].tolist(), strict=True):
-            documents.append(tokens[start:end])
-            size += end - start
-            if size > CHUNK:
-                yield np.concatenate(documents)
-                documents, size = [], 0
-    if documents:
-        yield np.concatenate(documents)
+        spans = zip(starts.tolist(), ends[chosen].tolist(), strict=True)
+        yield np.concatenate([tokens[start:end] for start, end in spans])
 
 
 def block_offsets(

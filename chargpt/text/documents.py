@@ -4,9 +4,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from chargpt.text.corpus import Corpus, document_ends
-
-CHUNK = 1 << 20  # tokens scanned at once
+from chargpt.text.corpus import CHUNK, Corpus, document_ends
 
 
 def find_documents(

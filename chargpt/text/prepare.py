@@ -31,7 +31,7 @@ from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel, BeforeValidator, FailFast, NonNegativeInt
+from pydantic import BaseModel, BeforeValidator, FailFast, NonNegativeInt, Strict
 
 from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError, reason_of
@@ -77,7 +77,7 @@ JOURNAL, UNSHUFFLED = "journal.jsonl", ("unshuffled.bin", "unshuffled-lines.bin"
 TEXT_FILES = (TOKENS, LINES, META, JOURNAL, *UNSHUFFLED)
 KEY_VERSION = 2  # which a key begins with; of version 1 it does not
 # XXH3 is many times as fast, and a key needs no protection against forged texts
-HASHES: dict[int, Callable[[], Any]] = {
+HASHES: dict[int, Callable[..., Any]] = {
     1: partial(hashlib.blake2b, digest_size=32),
     2: xxhash.xxh3_128,
 }
@@ -128,12 +128,9 @@ RunPass = Callable[[str, Sequence[Sequence[Any]]], list[Any]]  # see `_runner`
 
 
 def _as_parts(value: Any) -> Any:
-    """Return sizes and checksums as tuples; in version 1 there is one, of the whole file."""
-    if isinstance(value, list) and [*map(type, value)] == [int, int]:
-        value = [value]
-    if not isinstance(value, list):
-        return value
-    return [tuple(each) if isinstance(each, list) else each for each in value]
+    """Return a list of sizes and checksums; in version 1 there is one pair, of the whole file."""
+    is_pair = isinstance(value, list) and [*map(type, value)] == [int, int]
+    return [value] if is_pair else value
 
 
 def _require_few(value: Any) -> Any:
@@ -143,9 +140,8 @@ def _require_few(value: Any) -> Any:
     return value
 
 
-Parts = Annotated[
-    list[tuple[NonNegativeInt, int]], FailFast(), BeforeValidator(_as_parts)
-]  # sizes and CRC-32
+Part = Annotated[tuple[NonNegativeInt, int], Strict(False)]  # size and CRC-32; JSON has lists
+Parts = Annotated[list[Part], FailFast(), BeforeValidator(_as_parts)]
 
 
 class _Meta(BaseModel, strict=True, title=META):
@@ -384,15 +380,9 @@ def count_segment(
         return
     counts = np.zeros(N_CODE_POINTS, dtype=np.int64)
     hashes = defaultdict[str, Any](HASHES[version])
-    n_bytes, n_codes, places = 0, 128, Places()
-
-    def hash_chunk(path: str, content: bytes) -> None:
-        nonlocal n_bytes
-        n_bytes += len(content)
-        if content:
-            hashes[path].update(content)
-
-    for text in _merged(text_pieces(segment, settings, places, hash_chunk), CHUNK_BYTES // 2):
+    n_codes, places = 128, Places()
+    pieces = text_pieces(segment, settings, places, lambda path, part: hashes[path].update(part))
+    for text in _merged(pieces, CHUNK_BYTES // 2):
         if text.isascii():
             counts[:128] += count_tokens(np.frombuffer(text.encode("ascii"), np.uint8), 128)
         else:
@@ -401,13 +391,12 @@ def count_segment(
             n_codes = max(n_codes, found.size)
         yield places.n_stored
     codes = np.flatnonzero(counts[:n_codes])  # all of them take a while in each of many segments
-    paths = [stretch.path for stretch in segment.stretches]
     yield Counted(
         places.n_stored,
-        n_bytes,
+        places.n_bytes,
         codes.tolist(),
         counts[codes].tolist(),
-        [hashes[path].hexdigest() if path in hashes else "" for path in paths],
+        [hashes[path].hexdigest() if path in hashes else "" for path, *_ in segment.stretches],
         places.files,
         places.end,
     )
@@ -484,9 +473,7 @@ PASSES: dict[str, Callable[..., Iterator[Any]]] = {
 }
 
 
-@lru_cache(maxsize=1)
-def _tokenizer(vocabulary: str) -> CharTokenizer:
-    return CharTokenizer.from_json(vocabulary)
+_tokenizer = lru_cache(maxsize=1)(CharTokenizer.from_json)  # that of all segments
 
 
 def _unshuffled(tokenizer: CharTokenizer) -> tuple[str, ...]:
@@ -589,9 +576,7 @@ def _digests(
     for (split, _), file in groupby(found, key=lambda each: each[:2]):
         own = [digest for *_, digest in file if digest]
         if len(own) > 1:
-            whole = HASHES[version]()
-            whole.update("".join(own).encode())
-            own = [whole.hexdigest()]
+            own = [HASHES[version]("".join(own).encode()).hexdigest()]
         digests[split] += own
     return digests
 

@@ -176,13 +176,14 @@ class Places:
         files: number of characters before each file; of a list of documents, the number of lines.
         lines: number of lines before each document. Every file begins a new line.
         end: number of characters or lines so far.
-        n_stored: bytes read so far, as stored.
+        n_stored, n_bytes: bytes read so far, as stored and decompressed.
     """
 
     files: list[int] = field(default_factory=list)
     lines: "array[int]" = field(default_factory=lambda: array("q"))
     end: int = 0
     n_stored: int = 0
+    n_bytes: int = 0
 
 
 def require_text(content: object) -> None:
@@ -397,10 +398,8 @@ def _selected(
     def natural(part: str) -> list[str | int]:
         return [int(each) if each.isdecimal() else each for each in re.split(r"(\d+)", part)]
 
-    def order(path: Path) -> tuple[list[list[str | int]], str]:
-        return [*map(natural, path.parts)], str(path)
-
-    files = sorted((path for path in paths if not is_excluded(path)), key=order)
+    kept = (path for path in paths if not is_excluded(path))
+    files = sorted(kept, key=lambda path: ([*map(natural, path.parts)], str(path)))
     if not files:
         raise MissingTextError(
             f"text.exclude leaves out all files of {name}: {len(paths):,}; exclude fewer"
@@ -657,16 +656,16 @@ def text_pieces(
         TextError: a file cannot be read or is a damaged archive, or the text is too large; bytes
             that do not decode are named with their offset, if errors are `strict`.
     """
-    codec, n_bytes = codec_name(settings.encoding), 0
+    codec = codec_name(settings.encoding)
     places = places or Places()
 
     def chunks(stretch: Stretch) -> Iterator[bytes]:
-        nonlocal n_bytes
         before = places.n_stored - stretch.begin
         for content, position in _read(stretch, segment.stream):
-            n_bytes += len(content)
-            require_size(n_bytes, stretch.path)
-            on_chunk(stretch.path, content)
+            places.n_bytes += len(content)
+            require_size(places.n_bytes, stretch.path)
+            if content:
+                on_chunk(stretch.path, content)
             places.n_stored = before + position
             yield content
 

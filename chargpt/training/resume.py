@@ -21,16 +21,16 @@ from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
 from chargpt.store.checkpoint import Checkpoint, name_of
 from chargpt.store.folder import RunFolder
-from chargpt.store.mirror import shared_run
+from chargpt.store.mirror import on_all_ranks, shared_run
 from chargpt.store.run import newest_run, open_run
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import META
+from chargpt.text.prepare import META, prepare
 from chargpt.text.source import STDIN, find_text
 from chargpt.training.budget import expected_seconds, plan_more_steps
 from chargpt.training.learner import explained_memory_errors
 from chargpt.training.optim import decay_start, lr_factor_at
-from chargpt.training.start import Request, Session, StartMode, deadline_of, on_all_ranks
+from chargpt.training.start import Request, Session, StartMode, deadline_of
 from chargpt.training.trainer import Trainer
 
 # Fraction of the peak of the learning rates when a finished run goes on: RESTART times the square
@@ -171,7 +171,7 @@ def text_of_run(
         is_same_file &= all(getattr(given, key) == getattr(settings, key) for key in keys)
         if not (is_same_file and folder.has_text()):
             source, key = find_text(given, request.text), saved.state.corpus_key
-            corpus = folder.prepare_text(source, settings, on_progress, like=key)
+            corpus = prepare(source, settings, folder.new_text, on_progress, like=key)
             if corpus.key != key:
                 raise TextError(
                     f"{corpus.name} is not the text that the run was trained on; name that one, or "
@@ -205,14 +205,14 @@ def _source_has_changed(corpus: Corpus) -> bool:
     for path in filter(None, (settings.path, settings.val_path, settings.test_path)):
         if has_magic(path) and not exists(expand_user(path)):
             patterns.add(Path(path).name)
-        elif str(expand_user(path).absolute()) not in known:  # a folder
+        elif os.path.basename(path) not in map(os.path.basename, known):  # a folder
             patterns |= {f"*.{suffix.lstrip('*.')}" for suffix in settings.suffixes}
     prepared = (corpus.folder / META).stat().st_mtime
     for folder in {os.path.dirname(path) for path in known} if patterns else ():
         with suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
                 if (
-                    entry.path not in known
+                    not (entry.path in known or entry.name.startswith("."))
                     and any(fnmatch(entry.name, each) for each in patterns)
                     and not any(fnmatchcase(entry.name, each) for each in settings.exclude)
                     and entry.is_file()
@@ -327,16 +327,15 @@ def continue_schedule(before: Config, after: Config, step: int) -> Config:
     if is_decaying:  # the rates of the steps done stay as they are
         points = (*schedule.decay_points, (step - 1, old))
         after = after.with_values({"schedule.decay_points": points})
-    restart = None  # fraction of the peak
-    if is_over and rises:
-        restart = min(MAX_RESTART, RESTART * math.sqrt((new - step) / step))
-    if rises and (is_over or not is_decaying):
-        peak = following if restart is None else max(MIN_RESTART, restart)
-        logger.warning(
-            f"the learning rates rise from {last:.0%} to {peak:.0%} of their peak: the loss may "
-            "rise a little before it falls"
-        )
-    if restart is None:
+    if not rises or (is_decaying and not is_over):
         return after
-    restarts = (*schedule.restarts, (step, max(MIN_RESTART, round(restart, 3))))
-    return after.with_values({"schedule.restarts": restarts})
+    peak = following
+    if is_over:
+        peak = max(MIN_RESTART, min(MAX_RESTART, RESTART * math.sqrt((new - step) / step)))
+        restarts = (*schedule.restarts, (step, round(peak, 3)))
+        after = after.with_values({"schedule.restarts": restarts})
+    logger.warning(
+        f"the learning rates rise from {last:.0%} to {peak:.0%} of their peak: the loss may rise "
+        "a little before it falls"
+    )
+    return after

@@ -39,11 +39,13 @@ from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import has_checkpoint, is_abandoned
+from chargpt.store.mirror import on_all_ranks, shared_run
 from chargpt.store.run import Run
 from chargpt.text import TextProgress
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.corpus import Corpus
 from chargpt.text.describe import quick_warnings
+from chargpt.text.prepare import prepare
 from chargpt.text.source import STDIN, Source, find_text
 from chargpt.training.budget import expected_seconds, plan_run, with_measured_threads
 from chargpt.training.deadline import PLANNED_KEYS, Deadline, Pace, parse_duration
@@ -346,15 +348,6 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
     destroy_process_group()
 
 
-def on_all_ranks(group: RankGroup, read: Callable[[], Any]) -> Any:
-    """Return the text or checkpoint that `read` returns on rank 0, where alone it is called."""
-    if group.is_alone:
-        return read()
-    from chargpt.store.mirror import shared  # most runs have one process
-
-    return shared(group, read)
-
-
 @contextmanager
 def new_run(
     request: Request, group: RankGroup, on_progress: TextProgress | None
@@ -367,8 +360,7 @@ def new_run(
         RunFolder(request.out).require_unused(replace=replaces)
     base_run = None
     if config.train.from_run is not None:
-        from chargpt.store.mirror import shared_run  # most runs do not need them
-        from chargpt.training import finetune
+        from chargpt.training import finetune  # most runs do not need it
 
         base_run = shared_run(group, config.train.from_run)
         config = finetune.config_from_base_run(base_run, config, fixed_keys)
@@ -377,7 +369,7 @@ def new_run(
     source = find_text(config.text, request.text) if group.is_main else Source("text")
     name = f"{slug(source.name)}-{request.config_name or config.model.kind}"
     with output_folder(request.out, name) as path, RunFolder(path).locked(is_new=True) as folder:
-        read = partial(folder.prepare_text, source, config.text, on_progress)
+        read = partial(prepare, source, config.text, folder.new_text, on_progress)
         corpus: Corpus = on_all_ranks(group, read)
         for warning in quick_warnings(corpus) if group.is_main else ():
             logger.warning(warning)
@@ -456,7 +448,7 @@ def output_folder(out: Path | None, name: str) -> Iterator[Path]:
         except OSError as error:
             if isinstance(error, FileExistsError) and is_abandoned(path):
                 break
-            if not (isinstance(error, FileExistsError) and path.exists()):
+            if not (isinstance(error, FileExistsError) and exists(path)):
                 raise RunError(
                     f"{path} cannot be created ({reason_of(error)}); name another folder with --out"
                 ) from None
