@@ -428,26 +428,21 @@ class SampleConfig(Settings):
         """Characters that are sampled at most."""
         return self.max_chars or self.length
 
-    @field_validator("match", "only", "without", "end", "word", "acrostic")
+    @field_validator("match", "only", "without", "end", "word", "acrostic", "stop")
     @classmethod
     def reject_empty_texts(
-        cls, texts: str | tuple[str, ...] | None
+        cls, texts: str | tuple[str, ...] | None, info: ValidationInfo
     ) -> str | tuple[str, ...] | None:
         if texts == "" or (isinstance(texts, tuple) and "" in texts):
-            raise ValueError("a text is empty; give it a character")
+            is_stop = info.field_name == "stop"
+            what = "a stop string is empty and would stop at once" if is_stop else "a text is empty"
+            raise ValueError(f"{what}; give it a character")
         return texts
 
     @field_validator("acrostic")
     @classmethod
     def split_single_text(cls, acrostic: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(acrostic[0]) if len(acrostic) == 1 else acrostic
-
-    @field_validator("stop")
-    @classmethod
-    def reject_empty_strings(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in stop:
-            raise ValueError("a stop string is empty and would stop at once; give it a character")
-        return stop
 
     @model_validator(mode="after")
     def require_enough_samples(self) -> Self:

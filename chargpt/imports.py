@@ -51,16 +51,13 @@ CHECKPOINT_OPCODES = PLAIN_OPCODES | set(
 # overflow the stack
 MAX_CONTAINERS = 20_000
 STORAGES = {  # PyTorch's classes
-    f"{name}Storage": dtype
-    for name, dtype in (
-        ("Float", torch.float32),
-        ("Double", torch.float64),
-        ("Half", torch.float16),
-        ("BFloat16", torch.bfloat16),
-        ("Long", torch.int64),
-        ("Int", torch.int32),
-        ("Bool", torch.bool),
-    )
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "BoolStorage": torch.bool,
 }
 MODEL_ARGS = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
 NANOGPT_NAMES = {  # as QWEN3_NAMES

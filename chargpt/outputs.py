@@ -68,15 +68,15 @@ def require_new_output(path: Path, *, force: bool | None = None) -> None:
         raise taken(path, force)
 
 
-def require_output(path: Path, *, force: bool = False) -> None:
-    """Check that a file may be written, else ConfigError.
+def require_output(path: Path | None, *, force: bool = False) -> None:
+    """Check that a file, if one is named, may be written, else ConfigError.
 
     Accepted: no file yet, an empty one, a page or plot that nobody has edited since chargpt wrote
     it, a pipe or a device; with `force`, all but a folder.
     """
-    if path.is_dir():
+    if path is not None and path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file in it")
-    if force or not path.is_file() or is_open_descriptor(path):
+    if path is None or force or not path.is_file() or is_open_descriptor(path):
         return
     try:
         with open(path, "rb") as file:

@@ -14,12 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from noise import bigram_of_counts, fill_with_noise, noisy_model, noisy_run_on
 
-from chargpt.analysis.compare import loss_values
 from chargpt.config import TextConfig
 from chargpt.distributed import RankGroup
 from chargpt.errors import ConfigError, RunError, TextError, UnknownCharacterError
 from chargpt.inference import evaluation
-from chargpt.inference.evaluation import Baselines, Evaluation, evaluate, evaluate_tokens
+from chargpt.inference.evaluation import (
+    Baselines,
+    Evaluation,
+    evaluate,
+    evaluate_tokens,
+    loss_values,
+)
 from chargpt.models.ngram import BIGRAM_ALPHA, BigramLM, bigram_log_probs
 from chargpt.store.checkpoint import RunState
 from chargpt.text.corpus import Corpus

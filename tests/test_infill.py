@@ -175,5 +175,10 @@ def test_the_command_prints_the_whole_text(
     lines = cli("sample", trained, *ends, *options, "--format", "jsonl", "--num-samples", "2")
     assert json.loads(lines.stdout.splitlines()[0]) == found
     assert len(lines.stdout.splitlines()) == 2
+    for path in ends[1::2]:
+        path.write_bytes(path.read_text("utf-8").encode("utf-16"))
+    encoded = cli("sample", trained, *ends, *options, "--encoding", "utf-16")
+    assert encoded.stdout == printed.stdout
+    (tmp_path / "after.txt").write_text(" the sea.\n", encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The light ")))
     assert cli("sample", trained, *ends[2:], *options, "--before", "-").stdout == printed.stdout

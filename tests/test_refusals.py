@@ -218,6 +218,8 @@ REFUSALS = [
     ("sample RUN --before - --after -", 2, "standard input can be --before or --after", "name a"),
     ("sample RUN --after other.txt", 2, "U+0416", "--unknown skip"),
     ("sample RUN --encoding utf-8", 2, "--encoding is that of a --prompt-file", "drop it"),
+    ("sample RUN --candidates 5", 2, "--candidates applies only to --after", "drop it"),
+    ("sample RUN -i --after a.txt", 2, "--after does not apply to --interactive", "drop it"),
     ("sample RUN --mix 0.3", 2, "there are 0 of them and 1 weights", "sample A B --mix 0.3`"),
     ("sample RUN RUN --mix 0.3 --mix 0.3", 2, "there are 1 of them and 2", "give one for each"),
     ("sample RUN RUN RUN --mix 0.7 --mix 0.7", 2, "--mix sum to 1.4", "lower them"),

@@ -176,6 +176,13 @@ def test_a_bigram_has_a_report_without_attention(cli: Cli, verse: Path) -> None:
     assert "surprisal" in page.ids
 
 
+def test_of_a_text_without_a_known_character_no_attention_is_shown(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "typical_line", lambda *_: np.array([], np.uint8))
+    assert module.attention(run, run.corpus()) == {"maps": []}
+
+
 @pytest.mark.parametrize("n_samples", [0, 1, 50, 51, 1000])
 def test_a_report_shows_at_most_fifty_samples_and_the_last_of_a_long_training(
     n_samples: int,

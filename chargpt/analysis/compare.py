@@ -24,7 +24,7 @@ from chargpt.inference.evaluation import (
     Evaluation,
     OnProgress,
     evaluate_tokens,
-    perplexity_of,
+    loss_values,
 )
 from chargpt.inference.generation import PLAIN, sample
 from chargpt.log import logger
@@ -114,12 +114,6 @@ class Row:
         if isinstance(self.evaluation, Evaluation):
             return self.evaluation.as_dict() | facts
         return loss_values(self.nats_per_char) | facts
-
-
-def loss_values(nats: float) -> dict[str, float]:
-    """Return a loss under the JSON keys that all commands use."""
-    bits, perplexity = nats / math.log(2), perplexity_of(nats)
-    return {"nats_per_char": nats, "bits_per_char": bits, "perplexity": perplexity}
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,11 @@ from chargpt.analysis.compare import (
     Group,
     Row,
     Training,
-    loss_values,
     model_config,
 )
 from chargpt.config import Config
 from chargpt.errors import ConfigError
-from chargpt.inference.evaluation import BaselineLoss, Baselines
+from chargpt.inference.evaluation import BaselineLoss, Baselines, loss_values
 from chargpt.models.ngram import NGRAM_ORDER, NGramLM
 from chargpt.text.corpus import Corpus
 from chargpt.text.tokenizer import Tokens

@@ -17,7 +17,6 @@ from statistics import median_low
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from chargpt.inference.copying import (
@@ -31,7 +30,7 @@ from chargpt.inference.copying import (
 from chargpt.inference.evaluation import OnProgress
 from chargpt.text.corpus import Corpus, document_ends
 from chargpt.text.documents import find_documents
-from chargpt.text.tokenizer import CharTokenizer, Tokens
+from chargpt.text.tokenizer import CharTokenizer, Ints, Tokens
 
 NGRAM_LENGTHS = (4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MIN_COMPARED = 16  # parts of the validation split, at least, since their overlap varies much
@@ -43,8 +42,6 @@ MAX_SCANNED = 30_000_000  # tokens of a training split whose n-grams below MIN_M
 TABLE_BITS = 20  # of a hash, by which most n-grams of the training split are skipped
 MAX_POSITIONS = 32  # stored for one n-gram; a run of spaces may occur a million times
 SEPARATOR = 0x5851F42D4C957F2D  # no token id; random bits, for the hashes
-
-Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -338,7 +335,7 @@ class _HashTable:
         self.filter = np.zeros(2**TABLE_BITS, dtype=bool)
         self.filter[hashes >> np.uint64(64 - TABLE_BITS)] = True
 
-    def find(self, hashes: Hashes) -> tuple[Positions, Positions]:
+    def find(self, hashes: Hashes) -> tuple[Ints, Ints]:
         """Return the ids of those hashes that are in the table, and their indices."""
         indices = np.flatnonzero(self.filter[hashes >> np.uint64(64 - TABLE_BITS)])
         ids = np.searchsorted(self.hashes, hashes[indices]).clip(max=len(self.hashes) - 1)
@@ -372,7 +369,7 @@ class _Anchors(_HashTable):
             hashes = (hashes ^ word) * np.uint64(BASE)
         return hashes
 
-    def near(self, chunk: Tokens) -> Positions:
+    def near(self, chunk: Tokens) -> Ints:
         """Return the positions in a part of the training split that a match may include."""
         padding = self.per_word + -len(chunk) % self.per_word
         words = np.append(chunk, np.zeros(padding, chunk.dtype)).view(np.uint64)
@@ -396,10 +393,10 @@ class _NGramTable(_HashTable):
     def __init__(self, hashes: Hashes, n: int, max_positions: int) -> None:
         super().__init__(hashes)
         self.n, self.max_positions = n, max_positions
-        self.positions: list[tuple[Positions, Positions]] = []  # (ids, positions) of each chunk
+        self.positions: list[tuple[Ints, Ints]] = []  # (ids, positions) of each chunk
         self.n_stored = np.zeros(len(self.hashes), dtype=np.int64)
 
-    def look_up(self, hashes: Hashes, tokens: Positions, first: int) -> None:
+    def look_up(self, hashes: Hashes, tokens: Ints, first: int) -> None:
         """Look up n-grams of those tokens of a chunk that are at these positions.
 
         The chunk begins at position `first` of the training split.
@@ -417,7 +414,7 @@ class _NGramTable(_HashTable):
         self.n_stored += np.bincount(ids[is_kept], minlength=len(self.hashes))
         self.find_only(self.hashes[self.n_stored < self.max_positions])
 
-    def pairs(self) -> tuple[Positions, Positions]:
+    def pairs(self) -> tuple[Ints, Ints]:
         """Return starts in the text and in the training split of all equal n-grams."""
         ids, positions = (np.concatenate(each) for each in zip(*self.positions, strict=True))
         order = np.argsort(ids, kind="stable")

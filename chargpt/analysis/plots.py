@@ -41,13 +41,13 @@ LABEL_HEIGHT = 12  # points, of a baseline's label
 DEFAULT_FONT = "DejaVu Sans"  # which matplotlib brings
 
 
-def require_suffix(path: Path) -> None:
-    """Check that a path ends in .svg or .png.
+def require_suffix(path: Path | None) -> None:
+    """Check that a path, if there is one, ends in .svg or .png.
 
     Raises:
         ConfigError: it does not.
     """
-    if path.suffix not in (".svg", ".png"):
+    if path is not None and path.suffix not in (".svg", ".png"):
         raise ConfigError(f"{path} must end in .svg or .png; rename it")
 
 

@@ -168,6 +168,8 @@ def attention(run: Run, corpus: Corpus) -> Values:
         return {"maps": []}
     max_length = min(MAX_LINE, run.model.block_size)
     line = typical_line(run.tokenizer, corpus.split("val"), max_length)
+    if not line.size:  # of a split without a known character
+        return {"maps": []}
     text, layers = run.tokenizer.decode(line), attention_maps(run.model, line)
     maps: list[AttentionMaps] = []
     for caption, weights in zip(describe_layers(layers), layers, strict=True):

@@ -163,13 +163,6 @@ def difference(evaluation: Evaluation, reference: Evaluation | BaselineLoss) -> 
     return gain, 2 * evaluation.difference_error(reference)
 
 
-def describe_difference(
-    evaluation: Evaluation, name: str, reference: Evaluation | BaselineLoss
-) -> str:
-    """Return the difference of two losses in words, with twice its standard error after ±."""
-    return describe_gain(*difference(evaluation, reference), name)
-
-
 def describe_gain(gain: float, margin: float | None, name: str) -> str:
     """Return by how much a loss is lower than that of `name` in words, with `margin` after ±."""
     shown = f"{abs(gain):.3f}" + ("" if margin is None else f" ± {margin:.3f}")
@@ -186,7 +179,7 @@ def describe_mixture(scores: RunScores, mixture: Evaluation) -> str:
     alone: dict[str, Evaluation | BaselineLoss]
     alone = {"gpt": scores.evaluations["val"], NGRAM: scores.baselines[NGRAM]}
     better = min(alone, key=lambda name: alone[name].nats_per_char)
-    words = describe_difference(mixture, f"the {better}", alone[better])
+    words = describe_gain(*difference(mixture, alone[better]), f"the {better}")
     use = "; chargpt sample --mixture uses it" if scores.has_better_mixture else ""
     return f"The mixture of gpt and n-gram models is {words}{use}."
 
@@ -224,7 +217,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     val = scores.evaluations["val"]
     if run.config.model.kind == "gpt":
         gains = " and ".join(
-            describe_difference(val, f"the {name}", scores.baselines[name])
+            describe_gain(*difference(val, scores.baselines[name]), f"the {name}")
             for name in ("bigram", NGRAM)
         )
         sentences.append(

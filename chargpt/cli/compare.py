@@ -28,7 +28,7 @@ from chargpt.cli.train import LABEL, describe_plan, run_steps
 from chargpt.config import parse_override, shipped_configs, split_values
 from chargpt.errors import ConfigError, Stopped
 from chargpt.files import quoted
-from chargpt.outputs import require_new_output, require_no_link, write_new
+from chargpt.outputs import require_new_output, require_no_link, require_output, write_new
 from chargpt.store.commit import reading
 from chargpt.store.layout import find_runs, is_run
 from chargpt.text.display import one_line
@@ -107,9 +107,8 @@ def compare(
     Examples: `chargpt compare novel.txt`, `chargpt compare novel.txt --ladder --seeds 3`,
     `chargpt compare novel.txt -s optim.lr=0.01,0.02 --csv a.csv`, `chargpt compare runs/a runs/b`.
     """
-    if plot is not None:
-        plots.require_suffix(plot)
-    options.require_outputs(plot or (out and plot_in(out, is_ladder=ladder)))
+    plots.require_suffix(plot)
+    require_output(plot or (out and plot_in(out, is_ladder=ladder)))
     if csv_ not in (None, STDOUT):
         require_new_output(csv_)
     if json_ and csv_ == STDOUT:

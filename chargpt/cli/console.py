@@ -211,12 +211,6 @@ def out_json(value: object) -> None:
     write_out("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text) + "\n")
 
 
-def has_process_group() -> bool:
-    """Return whether this process is a rank of a process group; does not import torch."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and bool(distributed.is_initialized())
-
-
 def print_error(text: str) -> None:
     """Print an error message; on another rank than 0 only if rank 0 does not end with its own."""
     if not is_silent:

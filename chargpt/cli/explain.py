@@ -15,7 +15,7 @@ from chargpt.analysis.explain import AttentionMaps, Section, Subject, Table, cho
 from chargpt.analysis.page import encoded, render
 from chargpt.cli import console, options, runs, tables
 from chargpt.errors import ConfigError, RunError
-from chargpt.outputs import is_open_descriptor, write_output
+from chargpt.outputs import is_open_descriptor, require_output, write_output
 from chargpt.store.layout import is_run
 from chargpt.text.catalog import resolve_settings
 from chargpt.text.display import one_line
@@ -56,9 +56,9 @@ def explain(
     Examples: `chargpt explain novel.txt`, `chargpt explain runs/novel --plot attention.png`,
     `chargpt explain runs/novel --section scaling --json`.
     """
-    options.require_outputs(plot, html)
-    if plot is not None:
-        plots.require_suffix(plot)
+    require_output(plot)
+    require_output(html)
+    plots.require_suffix(plot)
     settings = options.given_settings(set_, encoding=encoding, encoding_errors=encoding_errors)
     subject = find_subject(what, checkpoint, device, settings)
     if plot is not None and (subject.run is None or "attention" not in (section or ["attention"])):

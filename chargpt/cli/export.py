@@ -122,7 +122,7 @@ def play(
 
     Examples: `chargpt play`, `chargpt play runs/novel --out novel.html`.
     """
-    options.require_outputs(out)
+    require_output(out)
     loaded = load(run, checkpoint)
     page = out or loaded.writable_folder().path / PLAY
     require_output(page)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app, get_app_or_none
@@ -56,25 +55,6 @@ CHANGEABLE = ("temperature", "length", "top_k", "top_p", "min_p", "seed", "stop"
 KEPT_CHARACTERS = 100_000  # at the end of a streamed text, for what is said about it
 SHOWN_CHARACTERS = 200  # of the line that a suggestion was appended to
 EDITED_CHARACTERS = 2_000  # at the end of a text
-
-
-class Reader(Protocol):
-    """Reads the lines of a person."""
-
-    help: str
-
-    def read(self, suggestions: Sequence[str]) -> str:
-        """Return the next line, or the command of a key; show suggestions first.
-
-        Raises:
-            EOFError: there is none.
-            KeyboardInterrupt: Ctrl-C.
-        """
-        ...
-
-    def edit(self, text: str) -> str:
-        """Return a text as the person has changed it; the errors are those of `read`."""
-        ...
 
 
 class PlainReader:
@@ -126,14 +106,24 @@ class KeyReader:
         return number <= self.n_shown
 
     def read(self, suggestions: Sequence[str]) -> str:
+        """Return the next line, or the command of a key; show suggestions first.
+
+        Raises:
+            EOFError: there is none.
+            KeyboardInterrupt: Ctrl-C.
+        """
         self.n_shown = len(suggestions)
         # the prompt above the line is cut at the terminal's width
         lines = [console.wrapped(each, sys.stdout, hanging="  ") for each in suggestions]
         return self.lines.prompt("\n".join([*lines, "> "]))
 
     def edit(self, text: str) -> str:
+        """Return a text as the person has changed it; the errors are those of `read`."""
         console.say(EDIT_HELP)
         return self.editor.prompt("", default=text)
+
+
+Reader = PlainReader | KeyReader  # of the lines of a person
 
 
 def new_reader(*, is_plain: bool) -> Reader:

@@ -321,7 +321,8 @@ def run() -> NoReturn:
 
     with console.shown_notes():
         code = exit_code_of(run_command)
-    if console.has_process_group():
+    distributed = sys.modules.get("torch.distributed")  # it is not imported for this
+    if distributed is not None and distributed.is_initialized():
         # the command failed on this rank: destroying the process group could wait for the others
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

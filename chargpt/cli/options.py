@@ -8,7 +8,6 @@ import typer
 
 from chargpt.config import parse_override
 from chargpt.errors import ConfigError
-from chargpt.outputs import require_output
 from chargpt.text.tokenizer import UnknownPolicy
 
 Seed = Annotated[
@@ -124,12 +123,6 @@ def command_group(help_: str) -> typer.Typer:
     return typer.Typer(
         help=help_, no_args_is_help=True, add_completion=False, rich_markup_mode=None
     )
-
-
-def require_outputs(*paths: Path | None) -> None:
-    """Check that the files named may be written, before the work for them."""
-    for path in filter(None, paths):
-        require_output(path)
 
 
 def reject(given: Mapping[str, object], cause: str) -> None:

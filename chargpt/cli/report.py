@@ -7,7 +7,7 @@ from chargpt.analysis.result import RunScores, evaluate_run, summarize
 from chargpt.cli import console, options, runs, tables
 from chargpt.errors import ChargptError, Stopped
 from chargpt.files import quoted
-from chargpt.outputs import is_open_descriptor
+from chargpt.outputs import is_open_descriptor, require_output
 from chargpt.store.run import Run, load_run
 from chargpt.training.deadline import MIN_REPORT_BUDGET
 from chargpt.training.finetune import forgetting
@@ -30,7 +30,7 @@ def report(
 
     Examples: `chargpt report`, `chargpt report runs/novel --out novel.html`.
     """
-    options.require_outputs(out)
+    require_output(out)
     loaded = runs.load_named_run(run, checkpoint, device)
     with console.show_progress("section", "written") as on_progress:
         page = write_report(loaded, out, on_progress=on_progress)

@@ -41,6 +41,7 @@ MAX_REPEATED, MAX_REPEATED_FRACTION = 40, 1 / 3  # characters of one repetition,
 MIN_REPEATS, MAX_PERIOD = 3, 300  # of a passage, and its characters
 MAX_SEARCHED = 2_000  # characters at the end of a sample that are searched for repetition
 MAX_SHOWN = 10  # matches in the table
+SAMPLE_FACTS = ("ended", "finished", "surprisal", "sample")  # in JSON
 MAX_PASSAGE = 80  # characters of a match in the table
 
 Format = Literal["text", "json", "jsonl"]
@@ -154,12 +155,17 @@ def sample(
     # on a busy machine torch's threads would wait for each other in every decode step
     torch.set_num_threads(1)
     policy = unknown or loaded.config.text.unknown
+    if before is None and after is None:
+        alone = {"--encoding": prompt_file is None and encoding}
+        options.reject(alone, "is that of a --prompt-file, and there is none")
+        options.reject({"--candidates": candidates != CANDIDATES}, "applies only to --after")
     prompt = given_prompt(loaded, prompt, prompt_file, encoding, policy)
     if stop is not None:
         ctx.params["stop"] = [loaded.tokenizer.choose_form(unescape(text)) for text in stop]
     config = sample_config(loaded.config, {**ctx.params, "prompt": prompt}, policy)
     if interactive:
-        given = {f"--{name}": ctx.params[name] for name in ("overlap", "new", "distinct", "best")}
+        not_texts = ("overlap", "new", "distinct", "best", "before", "after")
+        given = {f"--{name}": ctx.params[name] for name in not_texts}
         given |= {"--json": json_, "--format": format_, "--num-samples": (num_samples or 1) > 1}
         options.reject(given, "does not apply to --interactive, which prints one text at a time")
         changes = {f"sample.{name}": value for name, value in ONE_TEXT.items()}
@@ -207,7 +213,11 @@ def generate(
     if settings.num_samples == 1 and form == "text" and not has_overlap and not settings.new:
         texts = [print_stream(loaded, config)]
     elif form == "jsonl":
-        corpus = text_for_copies(loaded)
+        corpus = None
+        try:
+            corpus = loaded.corpus()
+        except RunError as cause:
+            console.say(f"longest_copied is null: {cause}")
         texts = sample_several(
             loaded, config, caught, too_few, lambda group: print_lines(group, settings, corpus)
         )
@@ -277,15 +287,6 @@ def sample_several(
     return texts
 
 
-def text_for_copies(run: Run) -> Corpus | None:
-    """Return the text that copies are looked up in; None, with a message, if there is none."""
-    try:
-        return run.corpus()
-    except RunError as error:
-        console.say(f"longest_copied is null: {error}")
-        return None
-
-
 def copied_lengths(corpus: Corpus | None, texts: Sequence[Sample]) -> list[int | None]:
     """Return the characters of the longest part of each continuation in the training split."""
     if corpus is None:
@@ -295,26 +296,21 @@ def copied_lengths(corpus: Corpus | None, texts: Sequence[Sample]) -> list[int |
     return [*longest_copied(corpus.split("train"), tokens, tokenizer.first_continuation_id)]
 
 
-def surprisal_of(text: Sample) -> float | None:
-    """Return the mean surprisal of a sample in bits per character, as JSON takes it."""
-    return None if math.isnan(text.surprisal) else text.surprisal
+def facts_of(text: Sample) -> dict[str, Any]:
+    """Return facts of a sample for JSON, such as its mean surprisal in bits per character."""
+    return {
+        "ended": text.ended,
+        "finished": text.finished,
+        "surprisal": None if math.isnan(text.surprisal) else text.surprisal,
+        "sample": text.sequence_id + 1,
+    }
 
 
 def print_lines(texts: Sequence[Sample], settings: SampleConfig, corpus: Corpus | None) -> None:
     """Print one JSON object for each sample."""
     for text, length in zip(texts, copied_lengths(corpus, texts), strict=True):
-        console.out_json(
-            {
-                "prompt": text.prompt,
-                "continuation": text.continuation,
-                "ended": text.ended,
-                "finished": text.finished,
-                "surprisal": surprisal_of(text),
-                "longest_copied": length,
-                "seed": settings.seed,
-                "sample": text.sequence_id + 1,
-            }
-        )
+        own = {"prompt": text.prompt, "continuation": text.continuation, **facts_of(text)}
+        console.out_json({**own, "longest_copied": length, "seed": settings.seed})
 
 
 def print_json(
@@ -325,14 +321,12 @@ def print_json(
     report: OverlapReport | None,
 ) -> None:
     """Print one JSON object with all samples, facts of the run, and the overlap if it is known."""
+    own = [*map(facts_of, texts)]
     result = {
         "samples": texts,
         "prompt": settings.prompt,
         "continuations": [text.continuation for text in texts],
-        "ended": [text.ended for text in texts],
-        "finished": [text.finished for text in texts],
-        "surprisal": [surprisal_of(text) for text in texts],
-        "sample": [text.sequence_id + 1 for text in texts],
+        **{name: [each[name] for each in own] for name in SAMPLE_FACTS},
         "seed": settings.seed,
         **facts,
     }
@@ -399,15 +393,13 @@ def given_prompt(
             raise TextError(str(error).removesuffix(REPLACE_REMEDY)) from None
         if prompt.endswith(("\n", "\r")):
             console.say("the prompt ends with a line end, so the samples continue on a new line")
-    else:
-        options.reject({"--encoding": encoding}, "is that of a --prompt-file, and there is none")
-        if prompt is None:
-            return None
-        if re.search(r"\\[nt]", prompt):
-            console.say(
-                r"\n and \t in --prompt are two characters each; for line ends and tabs use "
-                r"--prompt-file, or -p $'...\n...' in bash"
-            )
+    elif prompt is None:
+        return None
+    elif re.search(r"\\[nt]", prompt):
+        console.say(
+            r"\n and \t in --prompt are two characters each; for line ends and tabs use "
+            r"--prompt-file, or -p $'...\n...' in bash"
+        )
     tokenizer = run.tokenizer
     prompt = tokenizer.choose_form(prompt)
     tokens = tokenizer.encode(prompt, unknown=unknown)

@@ -111,9 +111,9 @@ def expressions(options: SampleConfig, line_end: str) -> list[tuple[str, str]]:
     found = [("--match", options.match)] if options.match is not None else []
     line = rf"[^{line_end}]*"
     if options.only is not None:
-        found.append(("--only", rf"(?i:[\W\d_{_escaped(options.only)}])*"))
+        found.append(("--only", rf"(?i:[\W\d_{re.escape(options.only)}])*"))
     if options.without is not None:
-        found.append(("--without", rf"(?i:[^{_escaped(options.without)}])*"))
+        found.append(("--without", rf"(?i:[^{re.escape(options.without)}])*"))
     for word in options.word:
         before = rf"(?:.*{NO_WORD})?" if _is_delimited(word[0]) else ".*"
         after = rf"(?:{NO_WORD}.*)?" if _is_delimited(word[-1]) else ".*"
@@ -134,11 +134,6 @@ def expressions(options: SampleConfig, line_end: str) -> list[tuple[str, str]]:
         each = rf"{line}(?i:{re.escape(options.end)})[^\w{line_end}]*"
         found.append(("--end", f"{each}(?:{line_end}{each})*"))
     return found
-
-
-def _escaped(letters: str) -> str:
-    """Return characters as they are written within brackets of a regular expression."""
-    return "".join(map(re.escape, letters))
 
 
 def _is_delimited(character: str) -> bool:

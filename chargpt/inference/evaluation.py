@@ -139,13 +139,14 @@ class Evaluation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields that are not None under the names that `--json` prints."""
-        fields: dict[str, Any] = {
-            "nats_per_char": self.nats_per_char,
-            "bits_per_char": self.bits_per_char,
-            "perplexity": self.perplexity,
-            **asdict(replace(self, clusters=None)),
-        }
+        fields = loss_values(self.nats_per_char) | asdict(replace(self, clusters=None))
         return {name: value for name, value in fields.items() if value is not None}
+
+
+def loss_values(nats: float) -> dict[str, Any]:
+    """Return a loss under the JSON keys that all commands use."""
+    bits, perplexity = nats / math.log(2), perplexity_of(nats)
+    return {"nats_per_char": nats, "bits_per_char": bits, "perplexity": perplexity}
 
 
 def perplexity_of(nats: float) -> float:

@@ -266,31 +266,18 @@ def stream_run(
     def unigram() -> Ints:
         return run.corpus().token_counts("train")
 
+    ids = range(options.num_samples) if sequence_ids is None else sequence_ids
+    given = run.model, run.tokenizer, prompt_ids, options
     if not any(getattr(options, name) for name in RULES):
-        return stream_pieces(
-            run.model,
-            run.tokenizer,
-            prompt_ids,
-            options,
-            sequence_ids=sequence_ids,
-            unigram=unigram,
-        )
+        return stream_pieces(*given, sequence_ids=ids, unigram=unigram)
     if options.stop and any(getattr(options, name) for name in CONSTRAINTS):
         raise ConfigError(
             "a stop string ends a text wherever it is, and constraints say where one may end; drop "
             "them, or --stop"
         )
-    sampler = ConstrainedSampler(
-        run.model,
-        run.tokenizer,
-        prompt_ids,
-        options,
-        range(options.num_samples) if sequence_ids is None else sequence_ids,
-        rules=rules_of(run, options, prompt),
-        unigram=unigram,
-    )
-    ahead = decoded_ahead(run.model, sampler.steps())
-    return itertools.chain.from_iterable(ahead)
+    rules = rules_of(run, options, prompt)
+    sampler = ConstrainedSampler(*given, ids, rules=rules, unigram=unigram)
+    return itertools.chain.from_iterable(decoded_ahead(run.model, sampler.steps()))
 
 
 def rules_of(run: Run, options: SampleConfig, prompt: str) -> Rules:

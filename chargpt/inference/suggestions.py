@@ -22,7 +22,7 @@ import torch
 
 from chargpt.errors import ConfigError
 from chargpt.inference.decoders import ModelDecoder
-from chargpt.inference.sampling import max_logits
+from chargpt.inference.sampling import max_logits, prefill
 from chargpt.models import KVCache, LanguageModel, eval_mode
 from chargpt.models.mixture import word_token_mask
 from chargpt.store.run import Run, as_run
@@ -86,15 +86,11 @@ def suggest(
         text = text.rpartition(eos_token)[2]
     text = eos_token + tokenizer.choose_form(text) or tokenizer.bos_text
     context = max(block_size - MAX_TOKENS, (block_size + 1) // 2)  # a search that evicts is slower
-    tokens = tokenizer.encode(text, unknown=unknown or run.config.text.unknown)
-    tokens = tokens[-context:].astype(np.int64)
-    if tokens.size:  # no part of a character spelled by bytes
-        tokens = tokens[np.argmax(tokens < run.model.first_continuation_id) :]
+    tokens = tokenizer.encode(text, unknown=unknown or run.config.text.unknown)[-context:]
     if not tokens.size:
         return []
     with eval_mode(run.model):
-        search = _Search(run.model, tokenizer, tokens, n, words, excluded)
-        return search.run()
+        return _Search(run.model, tokenizer, tokens, n, words, excluded).run()
 
 
 def token_kinds(tokenizer: CharTokenizer) -> Ints:
@@ -132,7 +128,7 @@ class _Search:
         self,
         model: LanguageModel,
         tokenizer: CharTokenizer,
-        context: Ints,
+        context: Tokens,
         n: int,
         words: int,
         excluded: Collection[str],
@@ -153,13 +149,9 @@ class _Search:
 
     def run(self) -> list[Suggestion]:
         """Return the continuations that were found, the most probable first."""
-        prefilled = self.model.new_cache(1)
-        with torch.inference_mode():
-            prompt = torch.from_numpy(self.context)[None].to(self.model.device)
-            for each in self.model.iter_parts(prompt, prefilled):
-                first = each[0, -1].float().cpu().numpy()
+        first, prefilled = prefill(self.model, self.tokenizer, self.context)
         decoder = _BeamDecoder(self.model, self.width, prefilled)
-        logits = np.tile(first.astype(np.float64), (self.width, 1))  # (W, V)
+        logits = np.tile(first, (self.width, 1))  # (W, V)
         while True:
             beams = self._extend(logits)
             if self.tails.shape[1] == MAX_TOKENS or self._is_settled():
