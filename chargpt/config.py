@@ -515,12 +515,8 @@ class Config(Settings):
 
     def differing_keys(self, other: "Config") -> list[str]:
         """Return the dotted keys of the settings that differ from another config's."""
-        others = other.flatten()
-        return [
-            key
-            for key, value in self.flatten().items()
-            if value != others[key] and not isinstance(value, dict)
-        ]
+        own, others = self.flatten(), other.flatten()
+        return [key for key in DEFAULTS if own[key] != others[key]]
 
     def flatten(self) -> dict[str, Any]:
         """Return the value of every setting by its dotted key, and each section as a dict."""

@@ -7,6 +7,8 @@ import pytest
 from conftest import REPOSITORY, run_here
 
 import chargpt
+from chargpt.text.corpus import Corpus
+from chargpt.text.prepare import load_corpus
 
 # a run of 6 steps, as words of the command line
 QUICK = (
@@ -34,6 +36,12 @@ MIXED_SETTINGS = {
     "device": "cpu",
     "dtype": "float32",
 }
+
+
+@pytest.fixture
+def corpus(verse: Path) -> Corpus:
+    """The verse, as it is trained on."""
+    return load_corpus(verse)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,6 @@ from chargpt.store.run import Run
 from chargpt.training.adaptive import AdaptiveDecoder, adaptive_losses
 
 SENTENCES = ("ORLA: Seven gulls sat by the lamp.\n", "NED: No boat has come tonight, Orla.\n")
-pytest_plugins = ["shared_runs"]
 LIGHTHOUSE = (REPOSITORY / "data" / "lighthouse.txt").read_text(encoding="utf-8")
 NEW = "".join(SENTENCES[i % 7 % 2] for i in range(60))  # what the run has not read, repeated
 

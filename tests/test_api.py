@@ -34,7 +34,6 @@ from chargpt.errors import (
 )
 from chargpt.files import quoted
 from chargpt.log import in_python, logger
-from chargpt.models import build_model
 from chargpt.store.folder import RunFolder
 from chargpt.training.start import Request, StartMode
 from chargpt.training.trainer import StepReport, Trainer
@@ -560,21 +559,6 @@ def test_a_model_takes_the_ids_of_its_tokenizer(tiny_run: chargpt.Run) -> None:
         assert torch.equal(tiny_run.model(ids[None].to(dtype)), logits)
     assert torch.equal(tiny_run.model(tiny_run.tokenizer.encode("The light")[None]), logits)
     assert torch.equal(logits[0], tiny_run.logits("The light"))
-
-
-@pytest.mark.parametrize("kind", ["gpt", "bigram"])
-def test_a_wrong_shape_of_tokens_is_a_sentence(kind: str) -> None:
-    config = chargpt.Config().with_values({"model.kind": kind, "model.block_size": 8}).model
-    model = build_model(config, 5)
-    if kind == "gpt":
-        with pytest.raises(TextError, match="9 tokens exceed the block size 8; give the last ones"):
-            model(torch.zeros(2, 9, dtype=torch.int64))
-    cache = model.new_cache(1)
-    model(torch.zeros(1, 6, dtype=torch.int64), cache)
-    with pytest.raises(TextError, match="9 tokens exceed the block size 8"):
-        model(torch.zeros(1, 3, dtype=torch.int64), cache)
-    with pytest.raises(TextError, match=r"shape \(4,\) are not \(batch, tokens\)"):
-        model(torch.zeros(4, dtype=torch.int64), cache)
 
 
 def test_a_text_in_memory_trains_evaluates_and_resumes(verse: Path, tmp_path: Path) -> None:

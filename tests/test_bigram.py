@@ -15,7 +15,7 @@ from chargpt.text.corpus import PairCounts
 def test_logits_are_the_last_characters_row_of_the_table():
     model = fill_with_noise(BigramLM(5, block_size=4))
     assert torch.equal(model(torch.tensor([[3, 0, 3]]))[0], model.table.weight[[3, 0, 3]])
-    with pytest.raises(TextError, match=r"write tokens\[None\]"):
+    with pytest.raises(TextError, match=r"\(3,\) are not \(batch, tokens\): write tokens\[None\]"):
         model(torch.tensor([3, 0, 3]))
     assert model(np.zeros((1, 9), np.uint8)).shape == (1, 9, 5)  # longer than a block
 

@@ -16,7 +16,7 @@ from noise import noisy_model, noisy_run_on
 from chargpt.config import SampleConfig
 from chargpt.errors import ConfigError, OperationError
 from chargpt.inference import constraints
-from chargpt.inference.constrained import HELD_BACK, ConstrainedSampler, build_rules
+from chargpt.inference.constrained import HELD_BACK, ConstrainedSampler, _Sequence, build_rules
 from chargpt.inference.constraints import Automaton, compile_tree, parse, product
 from chargpt.inference.copying import CopyIndex
 from chargpt.inference.generation import sample, stream
@@ -30,24 +30,7 @@ LETTERS = CharTokenizer("\n !'Tabcdefghinopst")
 DOCUMENTS = CharTokenizer("\n abcdefgh", eos_token="\n")
 TEXT = "The sea, the light. It's the ship of the night!\nAnd then a bone in the dish?\n" * 9
 
-atoms = st.sampled_from(
-    [
-        *"aA1b",
-        r"\n",
-        ".",
-        r"\w",
-        r"\W",
-        r"\s",
-        r"\d",
-        "[aB]",
-        "[^a]",
-        "[a-b1]",
-        "é",
-        "漢",
-        "(?i:a)",
-        "(?-i:a)",
-    ]
-)
+atoms = st.sampled_from([*"aA1b.é漢", *r"\n \w \W \s \d [aB] [^a] [a-b1] (?i:a) (?-i:a)".split()])
 patterns = st.recursive(
     atoms,
     lambda inner: st.one_of(
@@ -298,7 +281,11 @@ FREE = {"aaba", "abaa", "baab", "abab", "bbaa", "bbba"}
 COPIED = "c".join(sorted({"".join(four) for four in itertools.product("ab", repeat=4)} - FREE))
 
 
-def test_dead_ends_are_backed_out_of_and_each_text_is_that_of_its_number_alone() -> None:
+def test_dead_ends_are_backed_out_of_and_each_text_is_that_of_its_number_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backed_up, back_up = set[int](), _Sequence.back_up
+    monkeypatch.setattr(_Sequence, "back_up", lambda s: (backed_up.add(s.number), back_up(s)))
     tokenizer = CharTokenizer("abc")
     model = bigram("abc")
     index = CopyIndex([tokenizer.encode(COPIED)], 3, 3)
@@ -314,19 +301,7 @@ def test_dead_ends_are_backed_out_of_and_each_text_is_that_of_its_number_alone()
             for first, token in zip("a" + text, tokenizer.encode(text), strict=False)
         )
         assert surprisal == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
-
-
-def test_backing_up_happens_in_the_test_above(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would prove nothing."""
-    from chargpt.inference.constrained import _Sequence
-
-    backed_up: list[int] = []
-    original = _Sequence.back_up
-    monkeypatch.setattr(
-        _Sequence, "back_up", lambda self: (backed_up.append(self.number), original(self))
-    )
-    test_dead_ends_are_backed_out_of_and_each_text_is_that_of_its_number_alone()
-    assert len(set(backed_up)) > 3
+    assert len(backed_up) > 3  # else this would prove nothing
 
 
 def test_where_everything_is_copied_an_error_says_so() -> None:

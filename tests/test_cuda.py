@@ -8,7 +8,7 @@ import torch
 from noise import noisy_model, noisy_run_on, random_tokens
 
 from chargpt.analysis.doctor import TOLERANCE, decoding_error, gradient_error
-from chargpt.config import SampleConfig, TextConfig, load_config
+from chargpt.config import SampleConfig, load_config
 from chargpt.device import capture_graph
 from chargpt.inference import decoders
 from chargpt.inference.evaluation import evaluate_tokens
@@ -19,7 +19,6 @@ from chargpt.models.ngram import NGramLM
 from chargpt.store.folder import RunFolder
 from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import load_corpus
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.trainer import Trainer
 
@@ -34,11 +33,6 @@ TINY = {
     "train.max_steps": 20, "train.evaluate_every": 10, "train.save_every": 10,
     "train.sample_every": 10, "sample.length": 20,
 }  # fmt: skip
-
-
-@pytest.fixture
-def corpus(verse: Path) -> Corpus:
-    return load_corpus(TextConfig(path=str(verse)))
 
 
 @pytest.fixture

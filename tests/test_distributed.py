@@ -139,16 +139,15 @@ def test_the_ranks_keep_a_budget_by_the_clock_of_rank_0(verse: Path, tmp_path: P
 
 
 # rank 1 as on a host of its own, without the text and the run
-APART = """
+HOST = """
 import os
 os.chdir(os.environ["RANK"])
 os.environ["LOCAL_RANK"] = "0"
-from chargpt.cli.main import run
 from chargpt.store import mirror
 if os.environ["RANK"] == "1":
     mirror._facts = lambda folder: {}
-run()
 """
+APART = HOST + "from chargpt.cli.main import run; run()"
 
 
 @pytest.mark.slow
@@ -177,21 +176,21 @@ def test_a_host_without_the_text_and_the_run_gets_them_from_rank_0(
 
 
 # the Python interface, which returns the run on every rank
-RESUMED = """
-import os, sys, chargpt
-from pathlib import Path
-run = chargpt.train(out=sys.argv[1], start="resume", settings={"train.max_steps": 12})
-Path("step-" + os.environ["RANK"]).write_text(str(run.step))
+RESUMED = f"""{HOST}
+import chargpt
+run = chargpt.train(out="run", start="resume", settings={{"train.max_steps": 12}})
+open("../step-" + os.environ["RANK"], "w").write(f"{{run.step}} {{run.folder}}")
 """
 
 
 @pytest.mark.slow
 def test_every_rank_gets_the_run_that_was_resumed(verse: Path, tmp_path: Path, cli: Cli) -> None:
-    assert cli("train", verse, *SETTINGS, "--out", tmp_path / "mine").returncode == 0
+    assert cli("train", verse, *SETTINGS, "--out", tmp_path / "0" / "run").returncode == 0
+    (tmp_path / "1").mkdir()
     (tmp_path / "resumed.py").write_text(RESUMED)
-    done = torchrun("mine", cwd=tmp_path, program=("resumed.py",))
+    done = torchrun(cwd=tmp_path, program=("resumed.py",))
     assert done.returncode == 0, done.stderr
-    assert [(tmp_path / f"step-{rank}").read_text() for rank in (0, 1)] == ["12", "12"]
+    assert [(tmp_path / f"step-{rank}").read_text() for rank in (0, 1)] == ["12 run", "12 run"]
 
 
 @pytest.mark.slow

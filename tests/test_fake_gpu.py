@@ -21,13 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from chargpt.analysis import doctor
-from chargpt.config import Config, TextConfig, load_config
+from chargpt.config import Config, load_config
 from chargpt.inference import decoders
 from chargpt.inference.decoders import GraphDecoder, ModelDecoder, NumpyDecoder, build_decoder
 from chargpt.models.gpt import GPT
 from chargpt.store.folder import RunFolder
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import load_corpus
 from chargpt.training import learner, optim, planner, trainer
 from chargpt.training.budget import Trials
 from chargpt.training.deadline import Deadline
@@ -96,11 +95,6 @@ def meta(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "choose_device", lambda name: (META, "fake"))
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
-
-
-@pytest.fixture
-def corpus(verse: Path) -> Corpus:
-    return load_corpus(TextConfig(path=str(verse)))
 
 
 def make_trainer(corpus: Corpus, folder: RunFolder | None = None, **values: object) -> Trainer:

@@ -177,7 +177,7 @@ def test_more_tokens_than_the_block_size_or_the_memory_are_rejected():
     cache = model.new_cache(2)
     model(random_tokens(steps=12), cache)
     for n_tokens, cached in ((13, None), (1, cache)):
-        with pytest.raises(TextError, match="block size"):
+        with pytest.raises(TextError, match="13 tokens exceed the block size 12; give the last"):
             model(random_tokens(steps=n_tokens), cached)
     with pytest.raises(DeviceError, match=r"a KV cache of 1,000,000,000,000 x 12 tokens .* GB"):
         model.new_cache(10**12)

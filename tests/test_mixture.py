@@ -41,7 +41,6 @@ from chargpt.training.budget import with_mixture_split
 from chargpt.training.deadline import COUNTING_SECONDS, GATE_SECONDS, Deadline, mixture_seconds
 from chargpt.training.mixing import fit_mixture, gate_data
 
-pytest_plugins = ["shared_runs"]
 TOKENIZER = CharTokenizer(" .abcdefghij")
 VOCAB_SIZE, BLOCK_SIZE = TOKENIZER.vocab_size, 16
 WORDS = [word for key, value in MIXED_SETTINGS.items() for word in ("-s", f"{key}={value}")]

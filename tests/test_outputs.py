@@ -407,6 +407,7 @@ def test_no_name_forges_a_message_or_reaches_a_page_or_plot_raw(
     "name",
     [
         *("url(#p)", "100%", "$x$", r"\$x$ $", "_hidden", "a<b>&\"'", "]]>-->", "", "\0", "\ufffe"),
+        'ink #000000 id="x".txt',
         *("a\u200d\uffff", "\u202e\u0301", "\udcff", "\ud800", "1\n2\r3\u20284\x85"),
     ],
 )

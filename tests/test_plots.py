@@ -1,6 +1,5 @@
 """Pictures show the numbers that they are given."""
 
-import html
 import math
 import re
 import warnings
@@ -94,12 +93,6 @@ def test_thinning_returns_the_means_of_equal_parts() -> None:
     assert plots.smoothed(points)[-1] == (100, 98.5)  # of four points: one alone would be noise
     assert plots.smoothed([]) == []
     assert plots.smoothed(points[:5]) == points[:5]
-
-
-def test_a_text_is_named_in_an_inline_picture_as_it_is() -> None:
-    name = 'ink #000000 id="x".txt'
-    svg = plots.inline(plots.loss_curves({"a": [(0, 1.0), (1, 0.5)]}, {}, name), "one")
-    assert name in html.unescape(svg)
 
 
 def test_inline_svg_uses_the_page_colour_and_unique_ids() -> None:

@@ -1,6 +1,5 @@
 """Predictions on a text: agreement with the loss, groups, calibration, attention weights."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,7 +10,7 @@ from noise import bigram_of_counts, fill_with_noise
 
 import chargpt.models
 from chargpt.analysis import predictions
-from chargpt.config import ModelConfig, TextConfig
+from chargpt.config import ModelConfig
 from chargpt.inference.evaluation import evaluate_tokens
 from chargpt.inference.scoring import token_losses
 from chargpt.models import build_model
@@ -19,14 +18,8 @@ from chargpt.models.gpt import GPT
 from chargpt.models.kernels import rms_norm
 from chargpt.store.run import Run
 from chargpt.text.corpus import Corpus
-from chargpt.text.prepare import load_corpus
 
 CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, block_size=24)
-
-
-@pytest.fixture
-def corpus(verse: Path) -> Corpus:
-    return load_corpus(TextConfig(path=str(verse)))
 
 
 @pytest.fixture

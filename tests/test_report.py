@@ -441,8 +441,7 @@ def test_a_browser_reports_no_error_for_the_page(
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     size = dict(zip(("width", "height"), WIDTHS[width], strict=True))
-    context = browser.new_context(viewport=size, color_scheme=scheme)
-    page = context.new_page()
+    page = browser.new_page(viewport=size, color_scheme=scheme)
     errors, requests = [], []
     page.on("console", lambda message: errors.append(message.text))
     page.on("pageerror", lambda error: errors.append(str(error)))
@@ -456,7 +455,6 @@ def test_a_browser_reports_no_error_for_the_page(
     found = axe.Axe().run(page).response["violations"]
     assert [(each["id"], each["impact"], each["nodes"][0]["html"]) for each in found] == []
     assert errors == []
-    context.close()
 
 
 def test_a_page_runs_no_script_but_its_own(browser: Any, folder: Path, tmp_path: Path) -> None:
@@ -470,7 +468,6 @@ def test_a_page_runs_no_script_but_its_own(browser: Any, folder: Path, tmp_path:
     page.goto(path.as_uri())
     assert page.title() == "gpt on lighthouse.txt"
     assert failed == [("http://127.0.0.1:9/x.png", "csp")]
-    page.close()
 
 
 def test_pointer_and_arrow_keys_show_the_predictions(browser: Any, folder: Path) -> None:
@@ -493,7 +490,6 @@ def test_pointer_and_arrow_keys_show_the_predictions(browser: Any, folder: Path)
     expected(43)
     page.keyboard.press("ArrowUp")
     expected(33)
-    page.close()
 
 
 FAMILY, FLAG, KEYCAP = "👨\u200d👩\u200d👧", "🇩🇪", "1\ufe0f\u20e3"
@@ -537,7 +533,6 @@ def test_each_character_of_a_joined_emoji_keeps_its_predictions(browser: Any, jo
     assert shown == [f"{name}: {bits:.2f} bits; most likely:" for name, bits, _ in places[index]]
     assert page.locator("#top-characters li").count() == 5 * len(shown)
     assert spans.nth(index).bounding_box() == before  # the text stays under the pointer
-    page.close()
 
 
 def test_letters_written_to_the_left_do_not_move_the_numbers(browser: Any, joined: Path) -> None:
@@ -547,7 +542,6 @@ def test_letters_written_to_the_left_do_not_move_the_numbers(browser: Any, joine
     cell.evaluate("cell => cell.querySelectorAll('bdi').forEach((e) => e.textContent = 'ف')")
     places = [each.bounding_box()["x"] for each in cell.locator("bdi, span").all()]
     assert places == sorted(places)
-    page.close()
 
 
 @pytest.mark.parametrize("name", ["mine/report.html", "tour.html"])
@@ -564,7 +558,6 @@ def test_what_is_wider_than_a_phone_scrolls_in_its_own_box(
         .map((each) => each.outerHTML.slice(0, 80))"""
     )
     assert cut_off == []
-    page.close()
 
 
 @pytest.mark.parametrize(
@@ -706,7 +699,6 @@ def test_control_and_format_characters_are_shown_by_name_whatever_the_fonts_hold
         return bare;
     }"""
     assert page.evaluate(script, list(names)) == []
-    page.close()
 
 
 def test_each_line_of_a_passage_or_sample_has_its_own_direction(browser: Any, mixed: Path) -> None:
@@ -722,4 +714,3 @@ def test_each_line_of_a_passage_or_sample_has_its_own_direction(browser: Any, mi
     assert len(blocks) > 3
     for block in blocks:
         assert block.evaluate("(node) => getComputedStyle(node).unicodeBidi") == "plaintext"
-    page.close()

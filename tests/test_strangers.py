@@ -28,13 +28,13 @@ from chargpt.inference.scoring import score
 from chargpt.store import commit
 from chargpt.store.checkpoint import FILES, RunState, read_metadata
 from chargpt.store.folder import RunFolder
+from chargpt.store.layout import has_checkpoint
 from chargpt.store.listing import list_runs
 from chargpt.store.metrics import VALIDATION, to_line
 from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.store.verify import verify
 from chargpt.training.start import Request, open_session
 
-pytest_plugins = ["shared_runs"]
 pytestmark = POSIX
 PLACES = (
     *("config.yaml", "tokenizer.json", "metrics.jsonl", "mixture.safetensors", "report.html"),
@@ -110,10 +110,12 @@ def test_a_run_that_holds_a_link_is_refused_and_the_link_not_followed(
         lambda: open_run(run.path),
         locked,
         lambda: RunFolder(run.path).create(CONFIG, TOKENIZER, replace=True),
+        lambda: RunFolder(run.path).create(CONFIG, TOKENIZER),
     )
     for use in uses:
         with pytest.raises(RunError, match="is a symbolic link, a pipe or a device, which a run"):
             use()
+    assert has_checkpoint(run.path)  # what a link leads to may be on an unmounted disk
     assert [each.status for each in list_runs(run.path.parent)] in (["damaged"], [])
     with pytest.raises(RunError, match="there is no run under"):
         newest_run(run.path.parent)

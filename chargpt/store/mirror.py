@@ -21,9 +21,9 @@ from chargpt.text.tokenizer import CharTokenizer
 CHUNK_BYTES = 2**26
 
 
-def shared_run(group: RankGroup, path: str) -> Run:
-    """Return a run on the CPU; on other ranks than 0, which may not see it, what that has read."""
-    return run_of(on_all_ranks(group, lambda: open_run(path).load("best", optimizer=False)), "cpu")
+def shared_run(group: RankGroup, path: str, device: str = "cpu") -> Run:
+    """Return a run; on other ranks than 0, which may not see it, what that has read."""
+    return run_of(on_all_ranks(group, lambda: open_run(path).load("best", optimizer=False)), device)
 
 
 def on_all_ranks(group: RankGroup, read: Callable[[], Any]) -> Any:

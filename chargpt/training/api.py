@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chargpt.config import Config, require_settings
-from chargpt.distributed import is_main_rank, world_size
+from chargpt.distributed import world_size
 from chargpt.errors import ConfigError, FinishedError, Stopped
 from chargpt.log import collected_notes, logger
+from chargpt.store.mirror import shared_run
 from chargpt.store.run import Run, load_run
 from chargpt.training.mixing import try_add_mixture
 from chargpt.training.start import Request, Session, StartMode, open_session
@@ -78,15 +79,20 @@ def train(
                 if notebook is not None:
                     notebook.show_plan(session)
                 run_steps(session, bool(progress or notebook), on_report)
-                session.trainer.group.broadcast(0.0)  # other ranks wait until rank 0 has saved
+                folder, group, shared = session.folder.path, session.trainer.group, None
+                if not group.is_alone:  # other ranks wait for rank 0, whose folder they may not see
+                    shared = shared_run(group, str(folder), device or "auto")
         except FinishedError:
             if request.start is not StartMode.NEW_OR_RESUME:
                 raise
             return load_run(str(request.out), device=device or "auto")
-        run = load_run(session.folder.path, device=device or "auto")
+        if shared is None or group.is_main:
+            run = load_run(folder, device=device or "auto")
+        else:
+            run = replace(shared, folder=folder)
         if notebook is not None:
             notebook.show_result(session, run)
-        elif is_main_rank():
+        elif group.is_main:
             try_add_mixture(run, session.trainer.corpus)
         if (late := session.late_note()) is not None:
             logger.warning(late)

@@ -210,7 +210,6 @@ class Trials:
         device = choose_device(config.device)[0]
         weight = torch.full((TIMED_ROWS, 1), 0.5, device=device)
         log_probs = torch.zeros(TIMED_ROWS, self.corpus.tokenizer.vocab_size, device=device)
-        start = 0.0
         for n_components in (1, MIXTURE_ORDER + WORDS + 1):  # the first is a warm-up
             synchronize(device)
             start = time.perf_counter()

@@ -130,12 +130,13 @@ class Learner:
             self.ema_weights = self._start_ema(dict(self.model.named_parameters()))
         else:
             self.restore(saved, config.optim)
-        self.baselines = baselines
-        self.teachers = teachers
+        self.baselines, self.teachers = baselines, teachers
         if train.teachers and teachers is None:
             from chargpt.training.teachers import load_teachers  # most runs have none
 
-            self.teachers = load_teachers(train.teachers, corpus, group, device)
+            self.teachers = load_teachers(train.teachers, corpus, group)
+        for teacher in self.teachers.models if self.teachers else ():
+            teacher.to(device)  # those of another trial may be on another one
         if saved is not None and saved.state.teacher_fingerprint != self.teacher_fingerprint:
             raise RunError(
                 "the runs of train.teachers are not those that the run was started with; restore "
@@ -160,11 +161,8 @@ class Learner:
         """The n-gram model of the soft targets, on the device; None if they have no weight."""
         if not self.train_config.ngram_target_weight:
             return None
-        if self.baselines is not None:
-            ngram = self.baselines.ngram
-        else:
-            train = self.corpus.split("train")
-            ngram = NGramLM.fit(train, self.corpus.tokenizer.vocab_size)
+        train, vocab_size = self.corpus.split("train"), self.corpus.tokenizer.vocab_size
+        ngram = self.baselines.ngram if self.baselines else NGramLM.fit(train, vocab_size)
         if ngram.n_tabulated == 1:
             ngram.build_table()  # before it is moved: scattered additions may be slow on a GPU
         return ngram.to(self.device)
@@ -332,15 +330,13 @@ class Learner:
         (self.captured_update or self.optimizer.step)(step, factor)
         self.optimizer.gather()
         self.model.zero_grad(set_to_none=True)
+        weights = list[Tensor](self.model.parameters())
         if self.initial_weights:  # L2-SP (Li, Grandvalet and Davoine 2018), decoupled
-            weights = list[Tensor](self.model.parameters())
             torch._foreach_lerp_(weights, self.initial_weights, self.l2_sp * lr_factor)
         if self.ema_weights is not None:
             # a smaller decay at first, so that the random initial weights are soon forgotten
             decay = min(self.train_config.ema, (1 + step) / (10 + step))
-            torch._foreach_lerp_(
-                list(self.ema_weights.values()), list(self.model.parameters()), 1 - decay
-            )
+            torch._foreach_lerp_(list(self.ema_weights.values()), weights, 1 - decay)
 
     def seed_dropout(self, step: int, micro: int) -> None:
         """Seed the generator of dropout from (seed, step, rank, micro-batch)."""

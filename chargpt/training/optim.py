@@ -218,11 +218,7 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the complete state of the optimizer."""
-        return {
-            n: tensor
-            for optimizer in self.optimizers
-            for n, tensor in optimizer.state_dict().items()
-        }
+        return {n: t for each in self.optimizers for n, t in each.state_dict().items()}
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Load what `state_dict` returned.

@@ -89,10 +89,8 @@ def sample_corpus(settings: TextConfig, characters: float | None = None) -> Corp
         TextError: as for `load_corpus`.
     """
     source = find_text(settings)
-    n_bytes, largest = (
-        sum(file.size for file in source.files),
-        max(source.files, key=lambda file: file.size, default=None),
-    )
+    n_bytes = sum(file.size for file in source.files)
+    largest = max(source.files, key=lambda file: file.size, default=None)
     if n_bytes <= MAX_READ_BYTES or largest is None or largest.size < CHUNK_BYTES:
         corpus, scale = load_corpus(settings), 1.0
     else:

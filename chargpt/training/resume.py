@@ -76,7 +76,6 @@ def resumed_run(
         baselines = Baselines(corpus) if group.is_main else None
         session = continue_run(folder, saved, config, corpus, baselines, group)
         if pace is not None:
-            pace.config = session.trainer.config
             session.pace, session.expected_seconds = pace, pace.deadline.remaining
         yield session
 

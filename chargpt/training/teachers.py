@@ -45,10 +45,8 @@ class Teachers:
         return probs
 
 
-def load_teachers(
-    paths: Sequence[str], corpus: Corpus, group: RankGroup, device: torch.device
-) -> Teachers:
-    """Return the runs in these folders as the teachers of a run on a text.
+def load_teachers(paths: Sequence[str], corpus: Corpus, group: RankGroup) -> Teachers:
+    """Return the runs in these folders as the teachers of a run on a text, on the CPU.
 
     Raises:
         RunError: a run cannot be loaded.
@@ -72,7 +70,7 @@ def load_teachers(
         if not (is_same and _splits(run.config.text) == _splits(corpus.settings)):
             foreign.append(path)
         digest.update(run.fingerprint())
-        models.append(model.to(device).eval())
+        models.append(model.eval())
     return Teachers(tuple(models), digest.hexdigest()[:16], tuple(foreign))
 
 

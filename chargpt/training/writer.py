@@ -93,19 +93,14 @@ class RunWriter:
     ) -> None:
         """Commit a checkpoint, from a GPU in the background; `finish` returns the result."""
         assert self.folder is not None
-        save, is_on_cpu = self.folder.save, next(iter(tensors[0].values())).device.type == "cpu"
+        save = partial(self.folder.save, config=config, tokenizer=tokenizer, state=state)
+        is_on_cpu = next(iter(tensors[0].values())).device.type == "cpu"
         model, optimizer = (  # no copy of what is on the CPU
             {name: x.detach().cpu() for name, x in part.items()} for part in tensors
         )
 
         def save_checkpoint() -> None:
-            self.newest = save(
-                config=config,
-                tokenizer=tokenizer,
-                state=state,
-                model=model,
-                optimizer=optimizer,
-            )
+            self.newest = save(model=model, optimizer=optimizer)
             self._saved = state
 
         if is_on_cpu:
