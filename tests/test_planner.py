@@ -264,6 +264,21 @@ def test_models_that_do_not_fit_into_the_memory_are_not_tried(
     assert larger.model.n_embd > chosen.model.n_embd  # a micro-batch takes less
 
 
+def test_on_a_gpu_that_is_chosen_by_itself_no_attention_scores_are_counted(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = replace(corpus, tokens=np.broadcast_to(np.uint8(0), (10**10,)))
+    config = Config().with_values({"train.batch_size": 64})
+    sizes = []
+    for device in ("cpu", "cuda"):
+        chosen = torch.device(device), ""
+        monkeypatch.setattr(planner, "choose_device", lambda _, chosen=chosen: chosen)
+        monkeypatch.setattr(planner, "memory_limit", lambda _: 2e9)
+        found = Planner(config, long, fixed_deadline(100), {"train.batch_size"}, Machine(65))
+        sizes.append(len(found.larger_sizes(0, len(SIZES), 1e6)))
+    assert sizes[0] < sizes[1]
+
+
 def test_ranks_plan_for_the_memory_of_the_one_that_has_least(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -486,14 +486,20 @@ class Batches:
         return torch.from_numpy(self.tokens[positions].astype(np.int64))
 
 
-def training_bytes(config: Config, vocab_size: int, n_sequences: int) -> int:
-    """Return the approximate memory of training with micro-batches of `n_sequences`, in bytes."""
+def training_bytes(
+    config: Config, vocab_size: int, n_sequences: int, device: str | None = None
+) -> int:
+    """Return the approximate memory of training with micro-batches of `n_sequences`, in bytes.
+
+    `device` is in place of that of the config, which may be `auto`.
+    """
     model = config.model
     activations = 3 * vocab_size  # saved for the backward pass, values per token
     if model.kind != "bigram":
         activations += model.n_layer * (14 * model.n_embd + 5 * model.mlp_width)
         row_bytes = model.block_size * (2 if config.dtype.endswith("float16") else 4)
-        has_flash = config.device.startswith(("cuda", "xpu"))  # attention that stores no scores
+        # attention that stores no scores
+        has_flash = (device or config.device).startswith(("cuda", "xpu"))
         if model.attention == "full" and not has_flash and row_bytes <= MAX_PRODUCT_ROW_BYTES:
             activations += 2 * model.n_layer * model.n_head * model.block_size  # scores, weights
     masks = model.block_size**2 if model.attention == "average" else 0

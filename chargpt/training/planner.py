@@ -375,11 +375,13 @@ class Planner:
         usable = USABLE_MEMORY * (self.memory or self.memory_here())
         n_tokens = max(INITIAL_TOKENS, n_tokens)
         configs = [self.config_of_size(size, n_tokens) for size in SIZES[first:end]]
-        parts = self.config.train.micro_batches * self.n_ranks
+        parts, device = self.config.train.micro_batches * self.n_ranks, self.config.device
+        if device == "auto":
+            device = choose_device("auto")[0].type
         return [
             each
             for each in configs
-            if training_bytes(each, vocab_size, each.train.batch_size // parts) <= usable
+            if training_bytes(each, vocab_size, each.train.batch_size // parts, device) <= usable
             and self.parameters(each) <= MAX_PARAMETERS_PER_TOKEN * self.train_tokens
         ]
 
