@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import yaml
 
-from chargpt.errors import ConfigError
+from chargpt.errors import ConfigError, RunError, UnreadableError, reason_of
 
 Buffers = Sequence[bytes | memoryview]  # the content of a file, in parts
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK}  # by a network file system
@@ -64,6 +64,19 @@ def suppress_missing() -> Iterator[None]:
     except (OSError, ValueError) as error:  # a ValueError: no system has such a path
         if isinstance(error, OSError) and not is_missing(error):
             raise
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Report what fails in the block: a file is damaged or missing, or cannot be read now."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        problem = f"{path} cannot be read ({reason_of(error)})"
+        if isinstance(error, OSError) and not is_missing(error):
+            remedy = "try again, and if that does not help, check the disk and the permissions"
+            raise UnreadableError(f"{problem}; {remedy}") from None
+        raise RunError(f"{problem}; restore it or use another checkpoint") from None
 
 
 def entry_names(folder: Path) -> list[str]:

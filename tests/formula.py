@@ -1,4 +1,4 @@
-"""Reference logits on a text longer than the block size, by the plain attention formula."""
+"""References: logits on a text longer than the block size, and common parts of two texts."""
 
 import copy
 from unittest.mock import patch
@@ -51,3 +51,9 @@ def logits_of_long_text(model: LanguageModel, tokens: Tensor) -> Tensor:
     ):
         logits: Tensor = model(tokens)
     return logits
+
+
+def longest_common(text: str, other: str) -> int:
+    """Return the length of the longest part of a text that another has, by trying all."""
+    parts = (text[i:j] for i in range(len(text)) for j in range(i + 1, len(text) + 1))
+    return max((len(part) for part in parts if part in other), default=0)

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import torch
@@ -40,6 +42,24 @@ def save(run: RunFolder, step: int, *, best: bool = False, fill: float = 0.5) ->
 def failing(number: int) -> Mock:
     """Return a function that fails with an error of the operating system."""
     return Mock(side_effect=OSError(number, os.strerror(number)))
+
+
+def failing_at(function: Callable[..., Any], number: int, *ends: str) -> Callable[..., Any]:
+    """Return a function that fails, as the system does, for paths that end so."""
+
+    def fail(path: Any, *rest: Any, **named: Any) -> Any:
+        if str(path).endswith(ends):
+            raise OSError(number, os.strerror(number), str(path))
+        return function(path, *rest, **named)
+
+    return fail
+
+
+def flip(path: Path, bit: int) -> None:
+    """Flip a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
 
 
 def rewrite(folder: Path, name: str, content: bytes) -> None:

@@ -188,24 +188,14 @@ def test_compare_takes_what_train_takes_or_runs(verse: Path, tmp_path: Path) -> 
     assert list(again.values()) == list(trained.values())[::-1]
     config = chargpt.load_config("gpt", {**TINY, "text.path": verse})
     run = chargpt.train(verse, config="gpt", settings=TINY, out=tmp_path / "run", device="cpu")
-    assert set(config.differing_keys(run.config)) <= {
-        "device",
-        "dtype",
-        "threads",
-        "text.documents",
-    }
+    assert {*config.differing_keys(run.config)} <= {"device", "dtype", "threads", "text.documents"}
 
 
 def test_compare_trains_several_values_and_seeds_and_reports(verse: Path) -> None:
-    settings = {**TINY, "train.max_steps": [1, 2], "text.test_fraction": 0.1}
+    settings = {**TINY, "train.max_steps": [1, 2], "text.test_fraction": 0.1, "device": "cpu"}
     steps = list[int]()
     compared = chargpt.compare(
-        verse,
-        settings=settings,
-        device="cpu",
-        seeds=2,
-        split="test",
-        on_report=lambda report: steps.append(report.step),
+        verse, settings=settings, seeds=2, split="test", on_report=lambda r: steps.append(r.step)
     )
     assert steps == [*(0, 1) * 2, *(0, 1, 2) * 2]
     trained = {name: group for name, group in compared.groups.items() if group.is_run}

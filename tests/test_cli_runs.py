@@ -7,12 +7,12 @@ import re
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from conftest import REPOSITORY, Cli, refusal, run_here
 from rich.cells import cell_len
-from saving import CONFIG, TOKENIZER, save
+from saving import CONFIG, TOKENIZER, failing_at, flip, save
 from shared_runs import QUICK
 
 from chargpt.cli.runs import runs as cli_runs
@@ -100,21 +100,15 @@ def test_a_folder_that_cannot_be_read_is_no_missing_run(
 ) -> None:
     shutil.copytree(trained, tmp_path / "runs" / "a")
     (tmp_path / "runs" / "locked").mkdir()
-    listed, locked = os.listdir, {"locked"}
-
-    def list_unless_locked(path: Any) -> list[str]:
-        if Path(path).name in locked:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return listed(path)
-
-    monkeypatch.setattr("os.listdir", list_unless_locked)  # root can read any folder
+    # root can read any folder
+    monkeypatch.setattr("os.listdir", failing_at(os.listdir, errno.EACCES, "locked"))
     done = cli("runs")
     assert " a " in done.stdout
     assert "runs/locked cannot be read (Permission denied): it may be a run" in done.stderr
     for words in (("verify", "runs/locked"), ("compare", "runs/locked"), ("sample", "runs/locked")):
         message = refusal(cli(*words))
         assert "runs/locked cannot be read (Permission denied)" in message
-    locked |= {"runs"}
+    monkeypatch.setattr("os.listdir", failing_at(os.listdir, errno.EACCES, "runs"))
     assert "runs cannot be read (Permission denied)" in refusal(cli("runs"))
 
 
@@ -169,9 +163,7 @@ def test_verify_names_the_damaged_file_and_the_checkpoint_used_instead(
     assert intact.returncode == 0
     assert "match their checksums" in intact.stdout
     path = Path("run/checkpoints/step-00000006/model.safetensors")
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
+    flip(path, 8 * (path.stat().st_size // 2) + 2)
     damaged = cli("verify", "run")
     assert damaged.returncode == 1
     shown = " ".join(damaged.stdout.split())

@@ -23,7 +23,7 @@ import pytest
 from conftest import run_python
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from saving import failing
+from saving import failing, flip
 
 from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError
@@ -810,12 +810,6 @@ def test_a_file_name_that_is_not_utf8_is_kept_with_a_replacement(tmp_path: Path)
     assert again.files == corpus.files
 
 
-def flip_bit(folder: Path) -> None:
-    content = bytearray((folder / "tokens.bin").read_bytes())
-    content[5] ^= 1
-    (folder / "tokens.bin").write_bytes(content)
-
-
 def put(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
     """Return what puts something else in the place of a file."""
     return lambda folder: ((folder / name).unlink(), make(folder / name))
@@ -843,7 +837,7 @@ def forge_lines(folder: Path, n_documents: int) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a flipped bit": flip_bit,
+    "a flipped bit": lambda folder: flip(folder / "tokens.bin", 40),
     "tokens cut short": lambda folder: os.truncate(folder / "tokens.bin", 7),
     "no tokens": lambda folder: (folder / "tokens.bin").unlink(),
     "an empty file": lambda folder: forge_tokens(folder, b""),

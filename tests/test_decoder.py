@@ -35,15 +35,22 @@ def assert_close(logits, expected, tolerance=1e-4):
 
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("sequences", [1, 3])
-@pytest.mark.parametrize("block_size", [1, 2, 12])
+@pytest.mark.parametrize(("size", "known"), [(1, 0), (2, 0), (12, 0), (12, 1), (12, 5), (12, 12)])
 @pytest.mark.parametrize(("scaled", "scale"), [(True, 1), (False, 30)])  # the exp may overflow
-@torch.no_grad()
-def test_every_decoder_gives_the_logits_of_the_formula(kind, sequences, block_size, scaled, scale):
-    model = noisy_model(block_size=block_size, n_layer=3, scale_attn_weights=scaled)
+@torch.inference_mode()
+def test_every_decoder_gives_the_logits_of_the_formula_also_from_the_cache_of_one_sequence(
+    kind, sequences, size, known, scaled, scale
+):
+    model = noisy_model(block_size=size, n_layer=3, scale_attn_weights=scaled)
     model.blocks[1].attention.query_norm.weight.mul_(scale)
-    tokens = random_tokens(sequences, steps=40)
-    logits = decode(DECODERS[kind](model, sequences), tokens)
-    assert_close(logits, logits_of_long_text(model, tokens), 1e-4 if scale == 1 else 1e-3)
+    tokens, cache = random_tokens(sequences, steps=40), None
+    if known:
+        tokens[:, :known] = tokens[0, :known].clone()
+        cache = model.new_cache(1)
+        model(tokens[:1, :known], cache)
+    decoder = DECODERS[kind](model, sequences, cache)
+    expected = logits_of_long_text(model, tokens)[:, known:]
+    assert_close(decode(decoder, tokens[:, known:]), expected, 1e-4 if scale == 1 else 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -61,20 +68,6 @@ def test_every_model_is_decoded_to_the_logits_of_the_formula(model, sequences):
     assert_close(decode(build_decoder(model, sequences), tokens), expected)
     if isinstance(model, GPT):
         assert_close(decode(GraphDecoder(model, sequences), tokens), expected)
-
-
-@pytest.mark.parametrize("kind", DECODERS)
-@pytest.mark.parametrize("prompt", [1, 5, 12])
-@pytest.mark.parametrize("sequences", [1, 3])
-@torch.inference_mode()
-def test_every_stream_continues_from_the_cache_of_one_sequence(kind, prompt, sequences):
-    model, tokens = noisy_model(n_layer=3), random_tokens(sequences, steps=30)
-    tokens[:, :prompt] = tokens[0, :prompt].clone()
-    cache = model.new_cache(1)
-    model(tokens[:1, :prompt], cache)
-    decoder = DECODERS[kind](model, sequences, cache)
-    expected = logits_of_long_text(model, tokens)[:, prompt:]
-    assert_close(decode(decoder, tokens[:, prompt:]), expected)
 
 
 @torch.no_grad()

@@ -46,10 +46,14 @@ TINY = {"model.n_layer": 1, "model.n_embd": 16, "model.block_size": 16, "threads
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    device_module._try_kernel.cache_clear()
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    before, caches = torch.get_num_threads(), (device_module._try_kernel, default_threads)
+    for cached in caches:
+        cached.cache_clear()
     yield
-    device_module._try_kernel.cache_clear()
+    torch.set_num_threads(before)
+    for cached in caches:
+        cached.cache_clear()
 
 
 def fake_gpus(
@@ -326,15 +330,6 @@ def test_ranks_on_gpus_agree_over_gloo(
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     init_process_group()
     assert backends == [backend]
-
-
-@pytest.fixture(autouse=True)
-def restore_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    default_threads.cache_clear()
-    yield
-    torch.set_num_threads(before)
-    default_threads.cache_clear()
 
 
 class Machine:

@@ -495,13 +495,9 @@ def test_the_commands_say_what_they_wrote_and_how_it_was_checked(cli: Cli, tmp_p
 
 @pytest.mark.parametrize("kind", EXPORTS)
 def test_what_is_made_during_the_check_stays(
-    kind: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, trained: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, path = run_of(TOKENIZERS["ascii"], n_layer=1), tmp_path / "x"
-    weights = run.model.state_dict()
-    RunFolder(tmp_path / "run").create(run.config, run.tokenizer).save(
-        config=run.config, tokenizer=run.tokenizer, state=run.state, model=weights, optimizer={}
-    )
+    path = tmp_path / "x"
 
     def interfere(*_: object) -> ExportCheck:
         path.write_text("my own")
@@ -512,23 +508,18 @@ def test_what_is_made_during_the_check_stays(
     for name in ("huggingface.TransformersRuntime", "gguf.LlamaRuntime", "onnx.OnnxRuntime"):
         monkeypatch.setattr(f"chargpt.export.{name}", lambda _, **__: None)
     before = {*os.listdir(tmp_path)}
-    assert "x exists; " in refusal(cli("export", kind, "run", "x"))
+    assert "x exists; " in refusal(cli("export", kind, trained, "x"))
     assert path.read_text() == "my own"
     assert {*os.listdir(tmp_path)} == before | {"x"}
     if kind != "hf":
-        assert cli("export", kind, "run", "x", "--force").returncode == 0
+        assert cli("export", kind, trained, "x", "--force").returncode == 0
         assert path.read_bytes() != b"my own"
 
 
 @POSIX
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_a_signal_during_an_export_leaves_no_temporary_file(name: str, tmp_path: Path) -> None:
+def test_a_signal_in_an_export_leaves_no_file(name: str, trained: Path, tmp_path: Path) -> None:
     number = signal.Signals[name]
-    run = run_of(TOKENIZERS["ascii"])
-    weights = run.model.state_dict()
-    RunFolder(tmp_path / "run").create(run.config, run.tokenizer).save(
-        config=run.config, tokenizer=run.tokenizer, state=run.state, model=weights, optimizer={}
-    )
     program = """-c import time
 from chargpt.cli import main
 from chargpt.export import huggingface
@@ -537,17 +528,17 @@ def check(folder):
     time.sleep(60)
 huggingface.TransformersRuntime = check
 main.run()"""
-    process = start_cli("export", "hf", "run", "x", cwd=tmp_path, program=program)
+    process = start_cli("export", "hf", trained, "x", cwd=tmp_path, program=program)
     assert process.stdout is not None
     assert process.stdout.readline() == "checking\n"
-    assert len(os.listdir(tmp_path)) == 2
+    assert len(os.listdir(tmp_path)) == 1
     process.send_signal(number)
     if number != signal.SIGINT:  # a closed terminal may send several
         process.send_signal(signal.SIGTERM)
     _, message = process.communicate(timeout=30)
     assert process.returncode in (128 + number, 128 + signal.SIGTERM)
     assert message.splitlines()[-1] == "stopped"
-    assert os.listdir(tmp_path) == ["run"]
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.slow

@@ -69,16 +69,9 @@ def write(folder: Path, saved: object, itos: object = None) -> tuple[Path, Path]
 def test_gpt2_of_transformers_gives_the_same_logits() -> None:
     transformers = pytest.importorskip("transformers")
     model = noisy_gpt2()
-    config = transformers.GPT2Config(
-        vocab_size=model.vocab_size,
-        n_positions=12,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        activation_function="gelu",
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {"n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    others = {"activation_function": "gelu", "bos_token_id": None, "eos_token_id": None}
+    config = transformers.GPT2Config(vocab_size=model.vocab_size, **sizes, **others)
     reference = transformers.GPT2LMHeadModel(config).eval()
     weights = {
         name: tensor.T if tensor.dim() == 2 and ".c_" in name else tensor

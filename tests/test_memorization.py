@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from conftest import Cli
+from formula import longest_common
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,14 +75,7 @@ def test_the_result_equals_a_brute_force_search(text: str, sample: str, dtype: t
         if n <= min(len(sample), len(text)):
             grams = [sample[i : i + n] for i in range(len(sample) - n + 1)]
             assert found.novel[n] == pytest.approx(np.mean([gram not in text for gram in grams]))
-    longest = max(
-        (
-            n
-            for n in range(MIN_MATCH, len(sample) + 1)
-            if any(sample[i : i + n] in text for i in range(len(sample) - n + 1))
-        ),
-        default=0,
-    )
+    longest = longest_common(sample, text) if longest_common(sample, text) >= MIN_MATCH else 0
     assert (found.longest.length if found.longest else 0) == longest
     for match in found.matches:
         start, end = match.start, match.start + match.length
@@ -108,10 +102,8 @@ def test_the_longest_copied_part_equals_a_brute_force_search(
     found = longest_copied(
         tokenizer.encode(text), [*map(tokenizer.encode, samples)], tokenizer.first_continuation_id
     )
-    parts = {text[i:j] for i in range(len(text)) for j in range(i, min(i + 70, len(text) + 1))}
     for sample, length in zip(samples, found, strict=True):
-        own = (sample[i:j] for i in range(len(sample)) for j in range(i, len(sample) + 1))
-        assert length == max((len(part) for part in own if part in parts), default=0)
+        assert length == longest_common(sample, text)
 
 
 def test_few_positions_of_a_frequent_ngram_are_stored(training: str) -> None:

@@ -33,7 +33,6 @@ from chargpt.inference.evaluation import BaselineLoss, Baselines, Evaluation, ev
 from chargpt.inference.selection import new_sample
 from chargpt.models.ngram import NGRAM
 from chargpt.store.folder import RunFolder
-from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run, load_run
 from chargpt.text.describe import SplitDifference
 from chargpt.text.display import display_text
@@ -376,10 +375,6 @@ def test_all_rows_of_the_closing_table_score_the_same_characters(run: Run) -> No
     span = run.model.block_size
     assert result.baseline_losses == fitted.losses(val, max_tokens=300, span=span)
     assert result.baseline_losses != fitted.losses(val)
-    # the last validation of training is that of the table
-    records = RunFolder(run.folder).metrics.records()
-    last = validation_curve(records)[-1][1]
-    assert result.evaluations["val"].nats_per_char == pytest.approx(last, abs=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -414,13 +409,9 @@ def test_over_fitting_is_reported_from_the_recorded_losses(run: Run) -> None:
     assert f"lowest at step {run.step}" in words
     assert "rose to 4.000 nats. More text, model.dropout or fewer steps may help." in words
     steps = range(run.step - 9, run.step + 3)
-    for change, few, expected in (
-        (-0.1, False, "It over-fits"),
-        (-0.1, True, "The validation loss"),
-    ):
-        losses = [{"step": n, "loss": 2.0 + change * (n > run.step)} for n in steps]
-        scores = replace(result, epochs=0.4 if few else 2.0)
-        said = summarize(run, scores, records + losses)
+    losses = [{"step": n, "loss": 2.0 - 0.1 * (n > run.step)} for n in steps]
+    for epochs, expected in ((2.0, "It over-fits"), (0.4, "The validation loss")):
+        said = summarize(run, replace(result, epochs=epochs), records + losses)
         assert [words.startswith(expected) for words in said].count(True) == 1
     early = replace(run, step=1, state=replace(run.state, best_step=1))
     losses = [{"step": n, "loss": 3.0 - n} for n in range(1, run.step + 3)]  # read since then

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import Cli, run_here
+from formula import longest_common
 from noise import noisy_run_on
 from shared_runs import QUICK
 
@@ -185,11 +186,6 @@ def test_the_command_prints_new_and_distinct_names_and_ends_with_1_if_too_few(
     none = cli(*args, 2, *stops, "--overlap", "--json")
     assert none.returncode == 1
     assert json.loads(none.stdout)["samples"] == []
-
-
-def longest_common(text: str, other: str) -> int:
-    parts = (text[i:j] for i in range(len(text)) for j in range(i, len(text) + 1))
-    return max(len(part) for part in parts if part in other)
 
 
 @pytest.mark.parametrize("kind", ["documents", "text"])

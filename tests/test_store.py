@@ -18,7 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import POSIX, REPOSITORY, start_cli
-from saving import CONFIG, TOKENIZER, failing, rewrite, save
+from saving import CONFIG, TOKENIZER, failing, failing_at, rewrite, save
 
 from chargpt.errors import DeviceError, RunError, UnreadableError
 from chargpt.files import to_json
@@ -519,14 +519,7 @@ def test_runs_are_listed_by_their_last_save_and_beside_folders_that_cannot_be_re
     with run.kept(1):  # changes the folder of the checkpoint, and saves nothing
         pass
     (tmp_path / "lost+found").mkdir()
-    real = os.listdir
-
-    def listdir(path: Path) -> list[str]:
-        if Path(path).name == "lost+found":
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return real(path)
-
-    monkeypatch.setattr(os, "listdir", listdir)
+    monkeypatch.setattr(os, "listdir", failing_at(os.listdir, errno.EACCES, "lost+found"))
     assert [each.run for each in list_runs(tmp_path)] == [other.path, run.path]
     assert newest_run(tmp_path) == other.path
     monkeypatch.setattr("chargpt.store.commit.read_json", failing(errno.EIO))
@@ -649,24 +642,18 @@ def test_what_cannot_be_read_now_is_neither_skipped_nor_deleted(
 ) -> None:
     run_with_best(run)
     before = sorted(run.path.rglob("*"))
-    real, failing = os.stat, "step-00000003/state.json"
-
-    def stat(path: os.PathLike[str], *rest: object, **named: object) -> os.stat_result:
-        if str(path).endswith(failing):
-            raise OSError(number, os.strerror(number), str(path))
-        return real(path, *rest, **named)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patched:
-        patched.setattr("os.stat", stat)
-        for which in ("best", "latest"):
+    for end, use in (
+        ("step-00000003/state.json", lambda: run.load("best")),
+        ("step-00000003/state.json", lambda: run.load("latest")),
+        ("step-00000003/model.safetensors", lambda: run.load("latest")),
+        ("metrics.jsonl", run.metrics.records),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr("os.stat", failing_at(os.stat, number, end))
             with pytest.raises(UnreadableError, match="try again"):
-                run.load(which)
-        failing = "step-00000003/model.safetensors"
-        with pytest.raises(UnreadableError, match="try again"):
-            run.load("latest")
-        failing = "metrics.jsonl"
-        with pytest.raises(UnreadableError, match="try again"):
-            run.metrics.records()
+                use()
+    with monkeypatch.context() as patched:
+        patched.setattr("os.stat", failing_at(os.stat, number, "metrics.jsonl"))
         with pytest.raises(OSError, match=os.strerror(number)):
             run.metrics.truncate_after(1)
     assert sorted(run.path.rglob("*")) == before

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import safetensors.numpy
 from conftest import POSIX, Cli, refusal
-from saving import CONFIG, TOKENIZER, rewrite, save
+from saving import CONFIG, TOKENIZER, failing_at, flip, rewrite, save
 from shared_runs import MIXED_SETTINGS
 
 import chargpt
@@ -191,16 +191,14 @@ def test_an_old_start_whose_deletion_is_killed_is_no_run_without_checkpoints(
     RunFolder(run.path).create(CONFIG, TOKENIZER)
 
 
-def train_until(
-    folder: Path, action: Callable[[], object], text: str, steps: int = 20
-) -> chargpt.Run:
-    """Train into a folder, calling a function once after a number of steps."""
+def train_until(folder: Path, action: Callable[[], object]) -> chargpt.Run:
+    """Train into a folder, calling a function once after 20 steps."""
 
     def on_report(report: Any) -> None:
-        if report.step == steps:
+        if report.step == 20:
             action()
 
-    return chargpt.train(text=text, settings=QUICK, out=folder, device="cpu", on_report=on_report)
+    return chargpt.train(text=TEXT, settings=QUICK, out=folder, device="cpu", on_report=on_report)
 
 
 TEXT = "the sea and the light. " * 60
@@ -221,7 +219,7 @@ def test_a_run_that_is_renamed_while_it_trains_is_saved_there_and_stops(
             other.update(contents(path))
 
     with pytest.raises(RunError) as stopped:
-        train_until(path, move, TEXT)
+        train_until(path, move)
     assert f"{path} was renamed to {moved} during training, which stopped at" in str(stopped.value)
     assert f"resume with\n  chargpt.train('{moved}', start='resume')" in str(stopped.value)
     assert contents(path) == other if has_other else not path.exists()
@@ -291,7 +289,7 @@ def test_a_link_put_into_a_run_while_it_trains_is_not_written_through(
 
     before: dict[str, object] = {}
     with pytest.raises(UnsavedError, match="checkpoints in it is a link"):
-        train_until(path, lambda: (link(), before.update(contents(victim))), TEXT)
+        train_until(path, lambda: (link(), before.update(contents(victim))))
     assert contents(victim) == before
     assert sum("cannot write the" in note for note in notes) == 1
 
@@ -309,12 +307,6 @@ def test_a_run_without_its_checkpoints_is_not_begun_anew(
     assert contents(Path("r")) == before
     Path("on-a-disk-that-is-not-mounted").rename("r/checkpoints")
     assert cli(*command[:-1], "train.max_steps=6").returncode == 0
-
-
-def flip(path: Path, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
 
 
 def test_every_flipped_bit_of_the_metrics_is_seen_or_changes_no_number(
@@ -559,16 +551,11 @@ def test_the_target_of_a_link_to_a_run_is_renamed_where_it_is(
 def test_a_replacement_that_cannot_be_moved_to_its_place_leaves_the_old_run(
     mixed_run: Path, verse: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run, rename = tmp_path / "run", os.rename
+    run = tmp_path / "run"
     shutil.copytree(mixed_run, run)
     before = contents(run)
 
-    def failing(source: Path, target: Path) -> None:
-        if Path(source).name == ".new":
-            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", failing)
+    monkeypatch.setattr(os, "rename", failing_at(os.rename, errno.EXDEV, ".new"))
     with pytest.raises(RunError, match="cannot be written"):
         chargpt.train(verse, settings={"train.max_steps": 1}, out=run, start="replace")
     assert contents(run) == before

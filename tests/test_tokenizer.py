@@ -151,7 +151,7 @@ def test_the_error_names_the_unknown_characters_and_the_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("known", "text", "expected", "counts"),
+    ("known", "text", "form", "counts"),
     [
         ("caféd", "cafe\u0301", "café", ("composed characters (NFC)", 0, 2)),
         ("cafe\u0301", "café", "cafe\u0301", ("decomposed characters (NFD)", 0, 1)),
@@ -161,22 +161,17 @@ def test_the_error_names_the_unknown_characters_and_the_remedy() -> None:
         ("caf", "a" + "\u0315\u0300" * 200_000, "", ()),  # which takes minutes to normalise
     ],
 )
-@pytest.mark.parametrize("has_bytes", [False, True])
+@pytest.mark.parametrize("bytewise", [False, True])
 def test_a_text_is_read_in_the_normal_form_that_the_vocabulary_knows(
-    known: str,
-    text: str,
-    expected: str,
-    counts: tuple[str, int, int],
-    has_bytes: bool,
-    notes: list[str],
+    known: str, text: str, form: str, counts: tuple[str, int, int], bytewise: bool, notes: list[str]
 ) -> None:
-    tokenizer = CharTokenizer("".join(sorted(set(known))), has_bytes=has_bytes)
+    tokenizer = CharTokenizer("".join(sorted(set(known))), has_bytes=bytewise)
     read = tokenizer.choose_form(text)
-    assert read == (expected or text)
+    assert read == (form or text)
     if counts:
         converted = "the text was converted to {}: {} of its characters are outside the vocabulary"
         assert notes.pop(0) == f"{converted}, instead of {{}}".format(*counts)
-    is_spelled = has_bytes and not set(read) <= set(known)
+    is_spelled = bytewise and not set(read) <= set(known)
     assert [note.partition(": ")[0] for note in notes] == is_spelled * [
         "rare in the training text, or not in it, and spelled as bytes"
     ]

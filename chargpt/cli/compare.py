@@ -27,9 +27,8 @@ from chargpt.cli.main import catch_signals
 from chargpt.cli.train import LABEL, describe_plan, run_steps
 from chargpt.config import parse_override, shipped_configs, split_values
 from chargpt.errors import ConfigError, Stopped
-from chargpt.files import quoted
+from chargpt.files import quoted, reading
 from chargpt.outputs import require_new_output, require_no_link, require_output, write_new
-from chargpt.store.commit import reading
 from chargpt.store.layout import find_runs, is_run
 from chargpt.text.display import one_line
 from chargpt.training.start import Request, Session

@@ -18,7 +18,16 @@ from torch import Tensor
 from chargpt.config import Config, ModelConfig, validate
 from chargpt.device import require_memory
 from chargpt.errors import ChargptError, DeviceError, RunError, UnreadableError
-from chargpt.files import Buffers, entry_names, exists, parse_json, parse_yaml, quoted, to_json
+from chargpt.files import (
+    Buffers,
+    entry_names,
+    exists,
+    parse_json,
+    parse_yaml,
+    quoted,
+    reading,
+    to_json,
+)
 from chargpt.models import build_model, count_parameters, rotary_bytes
 from chargpt.store import commit
 from chargpt.store.tensors import deserialize, load_weights
@@ -108,7 +117,7 @@ def step_of(folder: Path) -> int:
 
 def list_checkpoints(parent: Path) -> list[Path]:
     """Return the checkpoint folders, intact or damaged, oldest first, or raise UnreadableError."""
-    with commit.reading(parent):
+    with reading(parent):
         names = filter(CHECKPOINT_NAME.fullmatch, entry_names(parent))
     return sorted((parent / name for name in names), key=step_of)
 

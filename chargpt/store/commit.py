@@ -7,19 +7,19 @@ Readers check every byte against the manifest, and read no file that is larger t
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from chargpt.errors import RunError, UnreadableError, reason_of
+from chargpt.errors import RunError
 from chargpt.files import (
     Buffers,
     entry_names,
     exists,
-    is_missing,
     read_json,
     read_regular,
+    reading,
     sync_directory,
     to_json,
     write_synced,
@@ -107,19 +107,6 @@ def remove(folder: Path, names: Iterable[str]) -> None:
             (folder / name).unlink()
     with suppress(OSError):
         folder.rmdir()
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Report what fails in the block: a file is damaged or missing, or cannot be read now."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        problem = f"{path} cannot be read ({reason_of(error)})"
-        if isinstance(error, OSError) and not is_missing(error):
-            remedy = "try again, and if that does not help, check the disk and the permissions"
-            raise UnreadableError(f"{problem}; {remedy}") from None
-        raise RunError(f"{problem}; restore it or use another checkpoint") from None
 
 
 def read(folder: Path, max_bytes: Mapping[str, int]) -> dict[str, bytes]:

@@ -25,11 +25,12 @@ from chargpt.files import (
     is_missing,
     name_pattern,
     open_regular,
+    reading,
     suppress_missing,
 )
 from chargpt.log import logger
 from chargpt.store.checkpoint import CHECKPOINT_NAME, CONFIG, FILES, KEEP, TOKENIZER, UNFINISHED
-from chargpt.store.commit import MANIFEST, reading
+from chargpt.store.commit import MANIFEST
 from chargpt.text.prepare import TEXT_FILES
 from chargpt.text.tokenizer import FORMAT
 

@@ -8,7 +8,7 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from chargpt.errors import ChargptError, UnreadableError
-from chargpt.files import entry_names, read_regular
+from chargpt.files import entry_names, read_regular, reading
 from chargpt.models import count_parameters
 from chargpt.store.checkpoint import (
     CONFIG,
@@ -18,7 +18,6 @@ from chargpt.store.checkpoint import (
     newest_metadata,
     parse_config,
 )
-from chargpt.store.commit import reading
 from chargpt.store.layout import CHECKPOINTS, LOCK, find_runs, has_checkpoint, require_no_links
 from chargpt.text.source import STDIN
 from chargpt.text.tokenizer import CharTokenizer

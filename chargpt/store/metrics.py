@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from chargpt.errors import RunError
-from chargpt.files import open_regular, write_atomically
+from chargpt.files import open_regular, reading, write_atomically
 from chargpt.log import logger
 from chargpt.store.checkpoint import RunState
-from chargpt.store.commit import reading
 
 VALIDATION = "val_nats_per_char"
 MAX_METRICS_BYTES = 2_000_000_000  # about 100 bytes per step

@@ -12,7 +12,7 @@ from typing import Any
 
 from chargpt.config import TextConfig
 from chargpt.distributed import RankGroup, rank_variable
-from chargpt.store.checkpoint import read_checkpoint
+from chargpt.store.checkpoint import Checkpoint, read_checkpoint
 from chargpt.store.run import Run, open_run, run_of
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import read_prepared
@@ -23,13 +23,15 @@ CHUNK_BYTES = 2**26
 
 def shared_run(group: RankGroup, path: str, device: str = "cpu") -> Run:
     """Return a run; on other ranks than 0, which may not see it, what that has read."""
-    return run_of(on_all_ranks(group, lambda: open_run(path).load("best", optimizer=False)), device)
+
+    def read() -> Checkpoint:
+        return open_run(path).load("best", optimizer=False)
+
+    return run_of(read() if group.is_alone else on_all_ranks(group, read), device)
 
 
 def on_all_ranks(group: RankGroup, read: Callable[[], Any]) -> Any:
     """Return the text or checkpoint that `read` returns on rank 0, where alone it is called."""
-    if group.is_alone:
-        return read()
     found, facts = None, list[str]()
     if group.is_main:
         found = read()

@@ -16,11 +16,10 @@ from torch import Tensor
 from chargpt.config import Config
 from chargpt.device import choose_device, configure, require_memory, tune_threads
 from chargpt.errors import RunError, TextError, most_similar, reason_of
-from chargpt.files import quoted
+from chargpt.files import quoted, reading
 from chargpt.log import collected_notes
 from chargpt.models import LanguageModel, build_model
 from chargpt.store.checkpoint import Checkpoint, RunState, last_saved, list_checkpoints
-from chargpt.store.commit import reading
 from chargpt.store.folder import RunFolder
 from chargpt.store.layout import (
     CHECKPOINTS,

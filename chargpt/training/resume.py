@@ -57,9 +57,10 @@ def resumed_run(
     path = group.broadcast_text("" if found is None else str(found.path))
     folder = found or RunFolder(Path(path))  # which other ranks may not see
     with folder.locked(), ExitStack() as stack:
-        saved: Checkpoint = on_all_ranks(group, partial(load_latest, folder))
+        load = partial(load_latest, folder)
+        saved: Checkpoint = load() if group.is_alone else on_all_ranks(group, load)
         read = partial(text_of_run, folder, saved, request, on_progress)
-        corpus: Corpus = on_all_ranks(group, read)
+        corpus: Corpus = read() if group.is_alone else on_all_ranks(group, read)
         stack.enter_context(corpus.checked())
         config, pace = changed_config(saved, changes, same_command=same_command), None
         if request.budget is not None and not same_command:

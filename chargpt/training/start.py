@@ -370,7 +370,7 @@ def new_run(
     name = f"{slug(source.name)}-{request.config_name or config.model.kind}"
     with output_folder(request.out, name) as path, RunFolder(path).locked(is_new=True) as folder:
         read = partial(prepare, source, config.text, folder.new_text, on_progress)
-        corpus: Corpus = on_all_ranks(group, read)
+        corpus: Corpus = read() if group.is_alone else on_all_ranks(group, read)
         for warning in quick_warnings(corpus) if group.is_main else ():
             logger.warning(warning)
         if base_run is not None:
