@@ -68,7 +68,12 @@ def suppress_missing() -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Report what fails in the block: a file is damaged or missing, or cannot be read now."""
+    """Replace errors of reading a file of a run in the block.
+
+    Raises:
+        UnreadableError: the system cannot read it now.
+        RunError: it is missing or damaged.
+    """
     try:
         yield
     except (OSError, ValueError) as error:
@@ -116,7 +121,7 @@ def lock_descriptor(descriptor: int) -> None:
 
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # others: of a network file system, which locks what is writable
+        except OSError as error:  # NFS locks only what is open for writing, as no folder is
             if isinstance(error, BlockingIOError):
                 raise
 

@@ -19,6 +19,7 @@ from chargpt.cli.runs import runs as cli_runs
 from chargpt.models import count_parameters
 from chargpt.store import checkpoint, listing
 from chargpt.store.folder import RunFolder
+from chargpt.store.run import load_run
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,7 @@ def test_runs_lists_each_run_with_its_state(runs: Path, cli: Cli) -> None:
         "unsaved": "no checkpoint",
     }
     assert next(iter(by_name)) == "group/b"  # it was saved last
+    assert load_run(runs / "group" / "b", device="cpu").config.seed == 5
     assert by_name["a"]["text"] == "novel.txt"
     assert by_name["a"]["step"] == by_name["a"]["max_steps"] == 6
     state = json.loads((runs / "a" / "checkpoints" / "step-00000006" / "state.json").read_text())

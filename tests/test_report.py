@@ -33,6 +33,7 @@ from chargpt.inference.evaluation import BaselineLoss, Baselines, Evaluation, ev
 from chargpt.inference.selection import new_sample
 from chargpt.models.ngram import NGRAM
 from chargpt.store.folder import RunFolder
+from chargpt.store.metrics import validation_curve
 from chargpt.store.run import Run, load_run
 from chargpt.text.describe import SplitDifference
 from chargpt.text.display import display_text
@@ -375,6 +376,8 @@ def test_all_rows_of_the_closing_table_score_the_same_characters(run: Run) -> No
     span = run.model.block_size
     assert result.baseline_losses == fitted.losses(val, max_tokens=300, span=span)
     assert result.baseline_losses != fitted.losses(val)
+    last = validation_curve(RunFolder(run.folder).metrics.records())[-1][1]  # of training
+    assert result.evaluations["val"].nats_per_char == pytest.approx(last, abs=2e-3)
 
 
 @pytest.mark.parametrize(

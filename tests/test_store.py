@@ -516,6 +516,8 @@ def test_runs_are_listed_by_their_last_save_and_beside_folders_that_cannot_be_re
     os.utime(run.checkpoints / "step-00000001" / "manifest.json", (1, 1))
     other = RunFolder(tmp_path / "other").create(CONFIG, TOKENIZER)
     save(other, 2)
+    save(other, 3)
+    assert load_run(other.path, device="cpu").step == 3  # none is known as the best
     with run.kept(1):  # changes the folder of the checkpoint, and saves nothing
         pass
     (tmp_path / "lost+found").mkdir()

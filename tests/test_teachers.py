@@ -11,6 +11,7 @@ from shared_runs import MIXED_SETTINGS, QUICK
 import chargpt
 from chargpt.config import Config, load_config
 from chargpt.distributed import RankGroup
+from chargpt.models.ensemble import Member
 from chargpt.store.run import load_run
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
@@ -65,6 +66,18 @@ def test_the_objective_holds_the_mean_probabilities_of_the_teachers(
     assert loss.item() == pytest.approx(plain_loss.item())
     assert objective.item() == pytest.approx(expected.item(), rel=1e-5)
     assert abs(objective.item() - without.item()) > 1e-3
+
+
+def test_teachers_that_another_trial_has_loaded_are_moved_to_the_device(
+    teachers: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, config, corpus = student_of(teachers)
+    assert student.teachers is not None
+    moved = list[object]()
+    monkeypatch.setattr(Member, "to", lambda model, device: moved.append((model, device)))
+    cpu = torch.device("cpu")
+    Learner(config, corpus, RankGroup(), cpu, teachers=student.teachers)
+    assert moved == [(model, cpu) for model in student.teachers.models]
 
 
 def test_a_student_learns_what_its_teachers_predict(teachers: list[Path], tmp_path: Path) -> None:

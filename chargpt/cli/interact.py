@@ -123,7 +123,7 @@ class KeyReader:
         return self.editor.prompt("", default=text)
 
 
-Reader = PlainReader | KeyReader  # of the lines of a person
+Reader = PlainReader | KeyReader  # reads the lines that a person types
 
 
 def new_reader(*, is_plain: bool) -> Reader:

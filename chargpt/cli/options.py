@@ -63,7 +63,7 @@ Encoding = Annotated[
 ]
 RunEncoding = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Encoding of the text; by default that of the run's text."),
+    typer.Option(metavar="NAME", help="Encoding of the file; by default that of the run's text."),
 ]
 Val = Annotated[
     str | None,

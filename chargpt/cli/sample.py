@@ -41,7 +41,6 @@ MAX_REPEATED, MAX_REPEATED_FRACTION = 40, 1 / 3  # characters of one repetition,
 MIN_REPEATS, MAX_PERIOD = 3, 300  # of a passage, and its characters
 MAX_SEARCHED = 2_000  # characters at the end of a sample that are searched for repetition
 MAX_SHOWN = 10  # matches in the table
-SAMPLE_FACTS = ("ended", "finished", "surprisal", "sample")  # in JSON
 MAX_PASSAGE = 80  # characters of a match in the table
 
 Format = Literal["text", "json", "jsonl"]
@@ -164,8 +163,8 @@ def sample(
         ctx.params["stop"] = [loaded.tokenizer.choose_form(unescape(text)) for text in stop]
     config = sample_config(loaded.config, {**ctx.params, "prompt": prompt}, policy)
     if interactive:
-        not_texts = ("overlap", "new", "distinct", "best", "before", "after")
-        given = {f"--{name}": ctx.params[name] for name in not_texts}
+        unused = ("overlap", "new", "distinct", "best", "before", "after")
+        given = {f"--{name}": ctx.params[name] for name in unused}
         given |= {"--json": json_, "--format": format_, "--num-samples": (num_samples or 1) > 1}
         options.reject(given, "does not apply to --interactive, which prints one text at a time")
         changes = {f"sample.{name}": value for name, value in ONE_TEXT.items()}
@@ -302,7 +301,6 @@ def facts_of(text: Sample) -> dict[str, Any]:
         "ended": text.ended,
         "finished": text.finished,
         "surprisal": None if math.isnan(text.surprisal) else text.surprisal,
-        "sample": text.sequence_id + 1,
     }
 
 
@@ -310,7 +308,8 @@ def print_lines(texts: Sequence[Sample], settings: SampleConfig, corpus: Corpus 
     """Print one JSON object for each sample."""
     for text, length in zip(texts, copied_lengths(corpus, texts), strict=True):
         own = {"prompt": text.prompt, "continuation": text.continuation, **facts_of(text)}
-        console.out_json({**own, "longest_copied": length, "seed": settings.seed})
+        own |= {"longest_copied": length, "seed": settings.seed, "sample": text.sequence_id + 1}
+        console.out_json(own)
 
 
 def print_json(
@@ -326,7 +325,8 @@ def print_json(
         "samples": texts,
         "prompt": settings.prompt,
         "continuations": [text.continuation for text in texts],
-        **{name: [each[name] for each in own] for name in SAMPLE_FACTS},
+        **{name: [each[name] for each in own] for name in ("ended", "finished", "surprisal")},
+        "sample": [text.sequence_id + 1 for text in texts],
         "seed": settings.seed,
         **facts,
     }

@@ -27,11 +27,15 @@ def shared_run(group: RankGroup, path: str, device: str = "cpu") -> Run:
     def read() -> Checkpoint:
         return open_run(path).load("best", optimizer=False)
 
-    return run_of(read() if group.is_alone else on_all_ranks(group, read), device)
+    saved = read() if group.is_alone else on_all_ranks(group, read, optimizer=False)
+    return run_of(saved, device)
 
 
-def on_all_ranks(group: RankGroup, read: Callable[[], Any]) -> Any:
-    """Return the text or checkpoint that `read` returns on rank 0, where alone it is called."""
+def on_all_ranks(group: RankGroup, read: Callable[[], Any], *, optimizer: bool = True) -> Any:
+    """Return the text or checkpoint that `read` returns on rank 0, where alone it is called.
+
+    `optimizer`: whether other ranks need the optimizer state of a checkpoint.
+    """
     found, facts = None, list[str]()
     if group.is_main:
         found = read()
@@ -44,7 +48,7 @@ def on_all_ranks(group: RankGroup, read: Callable[[], Any]) -> Any:
             tokenizer = CharTokenizer.from_json(facts[1])
             found = read_prepared(folder, settings, tokenizer, waits=False)
         elif found is None:
-            found = read_checkpoint(folder)
+            found = read_checkpoint(folder, optimizer=optimizer)
     return found
 
 

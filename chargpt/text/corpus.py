@@ -422,11 +422,13 @@ def shuffled(tokens: Tokens, eos_token_id: int, order: Ints) -> Iterator[Tokens]
     """Yield the tokens of a text in chunks, its documents in this order."""
     tokens = np.asarray(tokens)
     ends = document_ends(tokens, eos_token_id)
-    chunks = np.diff(ends, prepend=0)[order].cumsum() // CHUNK  # of each document
-    for chosen in np.split(order, np.flatnonzero(np.diff(chunks)) + 1):
-        starts = np.where(chosen, ends[chosen - 1], 0)
-        spans = zip(starts.tolist(), ends[chosen].tolist(), strict=True)
-        yield np.concatenate([tokens[start:end] for start, end in spans])
+    for first in range(0, len(order), CHUNK):  # of all documents at once it would take much memory
+        some = order[first : first + CHUNK]
+        chunks = (ends[some] - np.where(some, ends[some - 1], 0)).cumsum() // CHUNK
+        for chosen in np.split(some, np.flatnonzero(np.diff(chunks)) + 1):
+            starts = np.where(chosen, ends[chosen - 1], 0)
+            spans = zip(starts.tolist(), ends[chosen].tolist(), strict=True)
+            yield np.concatenate([tokens[start:end] for start, end in spans])
 
 
 def block_offsets(

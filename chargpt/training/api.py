@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chargpt.config import Config, require_settings
-from chargpt.distributed import world_size
+from chargpt.distributed import RankGroup, rank_variable, world_size
 from chargpt.errors import ConfigError, FinishedError, Stopped
 from chargpt.log import collected_notes, logger
+from chargpt.store.layout import identity_of
 from chargpt.store.mirror import shared_run
 from chargpt.store.run import Run, load_run
 from chargpt.training.mixing import try_add_mixture
@@ -79,17 +80,13 @@ def train(
                 if notebook is not None:
                     notebook.show_plan(session)
                 run_steps(session, bool(progress or notebook), on_report)
-                folder, group, shared = session.folder.path, session.trainer.group, None
-                if not group.is_alone:  # other ranks wait for rank 0, whose folder they may not see
-                    shared = shared_run(group, str(folder), device or "auto")
+                group = session.trainer.group
+                run = load_shared_run(session.folder.path, device or "auto", group)
         except FinishedError:
-            if request.start is not StartMode.NEW_OR_RESUME:
+            if request.start is not StartMode.NEW_OR_RESUME or request.out is None:
                 raise
-            return load_run(str(request.out), device=device or "auto")
-        if shared is None or group.is_main:
-            run = load_run(folder, device=device or "auto")
-        else:
-            run = replace(shared, folder=folder)
+            group = RankGroup(rank_variable("RANK"), world_size())
+            return load_shared_run(request.out, device or "auto", group)
         if notebook is not None:
             notebook.show_result(session, run)
         elif group.is_main:
@@ -97,6 +94,17 @@ def train(
         if (late := session.late_note()) is not None:
             logger.warning(late)
     return replace(run, notes=tuple(notes))
+
+
+def load_shared_run(folder: Path, device: str, group: RankGroup) -> Run:
+    """Return a run as `load_run` does; other ranks wait for rank 0, whose folder they may not see.
+
+    Errors are those of `load_run`.
+    """
+    if group.is_alone:
+        return load_run(folder, device=device)
+    run = shared_run(group, str(folder), device)
+    return replace(run, folder=folder, identity=identity_of(folder))
 
 
 def new_request(

@@ -491,7 +491,7 @@ def training_bytes(
 ) -> int:
     """Return the approximate memory of training with micro-batches of `n_sequences`, in bytes.
 
-    `device` is in place of that of the config, which may be `auto`.
+    `device` is the device's type where that of the config is `auto`.
     """
     model = config.model
     activations = 3 * vocab_size  # saved for the backward pass, values per token

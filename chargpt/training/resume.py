@@ -205,7 +205,7 @@ def _source_has_changed(corpus: Corpus) -> bool:
     for path in filter(None, (settings.path, settings.val_path, settings.test_path)):
         if has_magic(path) and not exists(expand_user(path)):
             patterns.add(Path(path).name)
-        elif os.path.basename(path) not in map(os.path.basename, known):  # a folder
+        elif not any(f"/{file}".endswith(f"/{expand_user(path)}") for file in known):  # a folder
             patterns |= {f"*.{suffix.lstrip('*.')}" for suffix in settings.suffixes}
     prepared = (corpus.folder / META).stat().st_mtime
     for folder in {os.path.dirname(path) for path in known} if patterns else ():
