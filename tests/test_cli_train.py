@@ -206,6 +206,8 @@ def test_a_run_whose_text_has_changed_resumes_with_its_own_and_says_so(
     Path("novels").mkdir()
     shutil.copy(verse, "novels/a.txt" if text != "my novel.txt" else text)
     cli("train", text, *QUICK, "--out", "mine")
+    if text == "my novel.txt":
+        Path("another.txt").write_text("beside it, and no part of it")
     same = cli("train", "--resume", "mine", "-s", "train.max_steps=7")
     assert "has changed" not in same.stderr
     before = json.loads(cli("evaluate", "mine", "--json").stdout)["nats_per_char"]
