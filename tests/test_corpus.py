@@ -755,6 +755,8 @@ def test_keys_and_tokens_are_those_of_earlier_versions(write: Write, tmp_path: P
     path = write("hello, w\u00f6rld\n")
     corpus = load(path)
     assert corpus.key == "2-b4283aad31145aafe4e0b5d95a060eada0a455f7342f9c5e353e8dbc78235fc0"
+    write("", "empty.txt")
+    assert load(path.parent).key == corpus.key
     old = "b82d901cb0674a0e970962a52072f4cf1ecdc5743e5d7007bfc604adfda50cb8"
     assert prepared(path, tmp_path / "old", like=old).key == old
     assert prepared(path, tmp_path / "new", like=corpus.key).key == corpus.key

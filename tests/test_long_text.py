@@ -35,6 +35,8 @@ def counted(entry):
         os.kill(os.getpid(), signal.SIGKILL)
     return line(entry)
 workers._line = counted
+start = workers.Workers.__enter__
+workers.Workers.__enter__ = lambda self: print(len(self.known)) or start(self)
 """
 # in the folder of texts/: prepare it in text/
 PREPARE = f"""{KILLED}
@@ -131,7 +133,7 @@ def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(
 
     def run(n_results: str) -> subprocess.CompletedProcess[bytes]:
         command = [sys.executable, "-c", PREPARE, n_results, documents or ""]
-        return subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE)
+        return subprocess.run(command, cwd=tmp_path, capture_output=True)
 
     for n_results in (5, 15, 30):  # 21 are of the first pass
         killed = run(str(n_results))
@@ -142,12 +144,21 @@ def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(
     journal.write_bytes(results + b'["encoding", 3')  # cut by a kill
     with open(tokens, "r+b") as file:
         file.write(b"lost in a power cut")
-    assert run(NEVER).returncode == 0
-    assert journal.read_bytes().startswith(results)  # nothing is read twice
+    last = run(NEVER)
+    assert (last.returncode, last.stdout) == (0, b"30\n")  # which are not done again
+    assert journal.read_bytes().startswith(results)
     whole = prepared(texts, tmp_path / "whole", documents=documents)
     read = read_prepared(folder, whole.settings, whole.tokenizer)
     assert read.tokens.tobytes() == whole.tokens.tobytes()
     assert read.files == tuple(file._replace(path=file.path) for file in whole.files)
+
+
+def test_the_size_of_all_segments_is_bounded(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "MAX_TEXT_BYTES", 50_000)
+    with pytest.raises(TextError, match="the text is over 50,000 bytes"):
+        prepared(texts, tmp_path / "text")
 
 
 def test_a_start_that_was_killed_is_continued_by_the_same_command(
