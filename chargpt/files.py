@@ -134,6 +134,18 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         os.fsync(file.fileno())
 
 
+def sync_files(folder: Path) -> None:
+    """Flush the files of a folder to disk, and the entries that name them."""
+    flags = os.O_RDWR if IS_WINDOWS else os.O_RDONLY  # it flushes no file that is only read
+    for name in entry_names(folder):
+        descriptor = os.open(folder / name, flags)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    sync_directory(folder)
+
+
 def sync_directory(folder: Path) -> None:
     """Flush a directory's entries to disk, so that renames in it survive a power cut."""
     if os.name != "posix":

@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import run_python
+from conftest import POSIX, run_python
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from saving import failing, flip
+from xxhash import xxh3_64_intdigest
 
 from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError
@@ -426,12 +427,18 @@ def test_the_unpacked_size_of_an_archive_is_bounded(
     assert "the text is over 3,000,000 bytes, decompressed, at" in error_message(bomb)
 
 
-def test_a_full_disk_is_reported(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.fsync", failing(errno.ENOSPC))
-    with pytest.raises(TextError, match=r"encoded in .*No space left on device"):
-        prepared(write("abc"), tmp_path / "text")
+@POSIX
+def test_a_full_disk_is_reported(write: Write, tmp_path: Path) -> None:
+    import resource
+
+    path = write("abc" * 1000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2999, limits[1]))
+    try:
+        with pytest.raises(TextError, match=r"encoded in .*File too large.*name another place"):
+            prepared(path, tmp_path / "text")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_folder_is_read_recursively_sorted_and_by_suffix(write: Write, notes: list[str]) -> None:
@@ -827,15 +834,32 @@ def change_meta(folder: Path, **changes: object) -> None:
 
 def forge_tokens(folder: Path, content: bytes) -> None:
     (folder / "tokens.bin").write_bytes(content)
-    change_meta(folder, checksums={"tokens.bin": [len(content), zlib.crc32(content)]})
+    change_meta(folder, checksums={"tokens.bin": [len(content), xxh3_64_intdigest(content)]})
 
 
 def forge_lines(folder: Path, n_documents: int) -> None:
     content = bytes(8 * n_documents)
     (folder / "lines.bin").write_bytes(content)
     checksums = json.loads((folder / "meta.json").read_text())["checksums"]
-    checksums["lines.bin"] = [len(content), zlib.crc32(content)]
+    checksums["lines.bin"] = [len(content), xxh3_64_intdigest(content)]
     change_meta(folder, checksums=checksums)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_checksums_of_earlier_versions_are_read(
+    version: int, write: Write, tmp_path: Path
+) -> None:
+    corpus = prepared(write("abc" * 100), tmp_path / "text")
+    first, rest = b"\0\1\2" * 40, b"\0\1\2" * 60
+    parts: list[Any] = [(len(each), zlib.crc32(each)) for each in (first, rest)]
+    if version == 1:
+        parts = [len(first + rest), zlib.crc32(first + rest)]
+    change_meta(tmp_path / "text", version=version, checksums={"tokens.bin": parts})
+    again = read_prepared(tmp_path / "text", corpus.settings, corpus.tokenizer)
+    assert text_of(again) == text_of(corpus)
+    flip(tmp_path / "text" / "tokens.bin", 8 * 298)
+    with pytest.raises(RunError, match=r"damaged \(tokens\.bin has changed"):
+        read_prepared(tmp_path / "text", corpus.settings, corpus.tokenizer)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -867,7 +891,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "more rare characters than tokens": lambda folder: change_meta(folder, rare_count=10**9),
     "lines of a text without documents": lambda folder: forge_lines(folder, 1),
     "a size beyond the file's": lambda folder: change_meta(
-        folder, checksums={"tokens.bin": [31, zlib.crc32((folder / "tokens.bin").read_bytes())]}
+        folder,
+        checksums={"tokens.bin": [31, xxh3_64_intdigest((folder / "tokens.bin").read_bytes())]},
     ),
     **{
         f"held-out splits {held_out}": partial(change_meta, held_out=held_out)
@@ -933,20 +958,6 @@ def test_a_changed_source_is_noticed(write: Write) -> None:
     assert file.has_changed()
     path.unlink()
     assert not file.has_changed()  # as on another machine
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_files_are_flushed_to_disk_in_order(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed: list[str] = []
-    real = os.fsync
-    monkeypatch.setattr(
-        "os.fsync",
-        lambda number: (flushed.append(os.readlink(f"/proc/self/fd/{number}")), real(number))[1],
-    )
-    prepared(write("abc\n" * 10), tmp_path / "text", documents="lines")
-    assert [Path(name).name for name in flushed] == ["tokens.bin", "lines.bin", "meta.json"]
 
 
 def test_a_text_in_memory_has_no_encoding() -> None:

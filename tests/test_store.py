@@ -20,6 +20,7 @@ import torch
 from conftest import POSIX, REPOSITORY, start_cli
 from saving import CONFIG, TOKENIZER, failing, failing_at, rewrite, save
 
+from chargpt.config import Config
 from chargpt.errors import DeviceError, RunError, UnreadableError
 from chargpt.files import to_json
 from chargpt.store import checkpoint, metrics
@@ -38,6 +39,8 @@ from chargpt.store.metrics import RECORD_BYTES, MetricsLog, to_line
 from chargpt.store.run import load_run, newest_run, open_run
 from chargpt.store.tensors import serialize
 from chargpt.store.verify import verify
+from chargpt.text.prepare import prepare
+from chargpt.text.source import find_text
 from chargpt.text.tokenizer import CharTokenizer
 from chargpt.training.resume import load_latest
 
@@ -822,6 +825,30 @@ def test_a_reader_beside_a_saving_run_sees_no_damage(run: RunFolder) -> None:
     finally:
         stop.set()
         writer.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_the_text_is_flushed_to_disk_before_the_first_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_linked: bool
+) -> None:
+    flushed, real = list[str](), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        real(descriptor)
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    settings = Config().with_values({"text.documents": "lines"}).text
+    run = RunFolder(tmp_path / "run")
+    folder = tmp_path / "prepared" if is_linked else run.new_text
+    source = find_text(settings, "hello world\nhello\n")
+    corpus = prepare(source, settings, folder)
+    run.create(CONFIG, corpus.tokenizer, folder)
+    monkeypatch.setattr("os.fsync", fsync)
+    save(run, 1)
+    text = [str(run.path / "text" / name) for name in ("lines.bin", "meta.json", "tokens.bin")]
+    assert sorted(flushed[:4]) == [str(run.path / "text"), *text]
+    assert any(name.endswith("manifest.json") for name in flushed[4:])
 
 
 @POSIX

@@ -109,7 +109,7 @@ def test_bytes_that_are_no_utf8_decode_to_the_replacement_character() -> None:
     many = np.tile(euro, 20)
     for size in range(2, 7):  # a chunk may end inside a character
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "DECODE_CHUNK", size)
+            patch.setattr(module, "CHUNK", size)
             assert RARE.decode(many) == "\u20ac" * 20
 
 

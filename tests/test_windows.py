@@ -79,7 +79,7 @@ def windows_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("os.chown")
     for module in ("files", "store.folder", "store.commit"):
         monkeypatch.setattr(f"chargpt.{module}.sync_directory", Mock())
-    for module in ("text.prepare", "store.folder"):
+    for module in ("files", "text.prepare", "store.folder"):
         monkeypatch.setattr(f"chargpt.{module}.IS_WINDOWS", True)
 
 

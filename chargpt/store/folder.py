@@ -26,6 +26,7 @@ from chargpt.files import (
     quoted,
     read_regular,
     sync_directory,
+    sync_files,
     write_atomically,
 )
 from chargpt.log import logger
@@ -386,7 +387,8 @@ class RunFolder:
     ) -> Path:
         """Commit a checkpoint of `state.step`, delete old ones, return its folder.
 
-        If a write fails (OSError), earlier checkpoints are unchanged.
+        The text of a new run is on disk before its first checkpoint. If a write fails (OSError),
+        earlier checkpoints are unchanged.
         """
         files = {
             MODEL: serialize(model),
@@ -398,6 +400,8 @@ class RunFolder:
         self.require_own()
         self.require_space(sum(len(chunk) for chunks in files.values() for chunk in chunks))
         self.checkpoints.mkdir(exist_ok=True)
+        if self.is_created and self.has_text():  # training need not wait for a slow disk
+            sync_files(self.path / TEXT)
         folder = write_checkpoint(self.checkpoints, state.step, files)
         prune_checkpoints(self.checkpoints, state.best_step, config.train.keep_last, folder)
         return folder
@@ -492,6 +496,7 @@ class RunFolder:
     def adopt_text(self) -> None:
         """Make the prepared text in `new_text` the text of a run that has none."""
         (self.new_text / JOURNAL).unlink(missing_ok=True)
+        sync_files(self.new_text)
         os.rename(self.new_text, self.path / TEXT)
         sync_directory(self.path)
 
@@ -523,7 +528,6 @@ def link_files(source: Path, target: Path) -> None:
             os.link(source / name, target / name)
         except OSError:
             shutil.copyfile(source / name, target / name)
-    sync_directory(target)
 
 
 def unused_old_name(path: Path) -> Path:

@@ -370,11 +370,14 @@ def count_tokens(tokens: Tokens, vocab_size: int) -> Ints:
     """Return the number of occurrences of each id, shape (V,)."""
     if tokens.dtype == np.uint8:  # counting two bytes at once is twice as fast
         n_even = tokens.size - tokens.size % 2
-        table = np.zeros(1 << 16, dtype=np.int64)
-        np.add.at(table, np.ascontiguousarray(tokens[:n_even]).view("<u2"), 1)
-        counts: Ints = table.reshape(256, 256).sum(axis=0) + table.reshape(256, 256).sum(axis=1)
+        table = np.zeros((vocab_size, 256), dtype=np.int64)
+        for start in range(0, n_even, 2 * CHUNK):
+            pairs = np.ascontiguousarray(tokens[start : min(start + 2 * CHUNK, n_even)]).view("<u2")
+            table += np.bincount(pairs, minlength=table.size).reshape(table.shape)
+        square = table[:, :vocab_size]
+        counts: Ints = square.sum(axis=0) + square.sum(axis=1)
         counts[tokens[n_even:]] += 1
-        return counts[:vocab_size]
+        return counts
     counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, tokens.size, CHUNK):
         counts += np.bincount(tokens[start : start + CHUNK], minlength=vocab_size)

@@ -27,15 +27,15 @@ from functools import lru_cache, partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from threading import Timer
-from typing import IO, Annotated, Any, Literal, NamedTuple
+from typing import IO, Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
-import xxhash
 from pydantic import BaseModel, BeforeValidator, FailFast, NonNegativeInt, Strict
+from xxhash import xxh3_64, xxh3_128
 
 from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError, reason_of
-from chargpt.files import IS_WINDOWS, open_regular, read_json, to_json, write_synced
+from chargpt.files import IS_WINDOWS, open_regular, read_json, to_json
 from chargpt.log import logger
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus, HeldOut, count_tokens, shuffled, shuffled_order
@@ -75,11 +75,12 @@ TOKENS, LINES, META = "tokens.bin", "lines.bin", "meta.json"
 # of a text that is being prepared; before documents are shuffled
 JOURNAL, UNSHUFFLED = "journal.jsonl", ("unshuffled.bin", "unshuffled-lines.bin")
 TEXT_FILES = (TOKENS, LINES, META, JOURNAL, *UNSHUFFLED)
+VERSION: Final = 3  # of the files; before it, checksums were CRC-32
 KEY_VERSION = 2  # which a key begins with; of version 1 it does not
-# XXH3 is many times as fast, and a key needs no protection against forged texts
+# XXH3 is many times as fast, and neither keys nor checksums need protection against forged texts
 HASHES: dict[int, Callable[..., Any]] = {
     1: partial(hashlib.blake2b, digest_size=32),
-    2: xxhash.xxh3_128,
+    2: xxh3_128,
 }
 MAX_META_BYTES = 500_000_000  # of a million files
 MAX_HELD_BYTES = 1 << 26  # of a file that is read into memory instead of mapped
@@ -110,7 +111,7 @@ class Counted(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """What the second pass has written of a segment: the CRC-32 of tokens, and of lines if any."""
+    """What the second pass has written of a segment: checksums of tokens, and of lines if any."""
 
     n_stored: int
     checksums: list[int]
@@ -140,7 +141,7 @@ def _require_few(value: Any) -> Any:
     return value
 
 
-Part = Annotated[tuple[NonNegativeInt, int], Strict(False)]  # size and CRC-32; JSON has lists
+Part = Annotated[tuple[NonNegativeInt, int], Strict(False)]  # size and checksum; JSON has lists
 Parts = Annotated[list[Part], FailFast(), BeforeValidator(_as_parts)]
 
 
@@ -151,12 +152,12 @@ class _Meta(BaseModel, strict=True, title=META):
     key: str
     rare_count: NonNegativeInt
     tokenizer_sha256: str
-    # size and CRC-32 of the consecutive parts of the other files, by name
+    # size and checksum of the consecutive parts of the other files, by name
     checksums: Annotated[dict[str, Parts], BeforeValidator(_require_few)]
     files: Annotated[list[TextFile], FailFast()]
     held_out: Annotated[dict[str, HeldOut], BeforeValidator(_require_few)] = {}
     format: Literal["chargpt-text"] = "chargpt-text"
-    version: Literal[1, 2] = 2
+    version: Literal[1, 2, 3] = VERSION
 
     def require_consistent(self, tokenizer: CharTokenizer, key: str | None) -> None:
         """Check that it is of the run's text, and its numbers against each other, else ValueError.
@@ -312,7 +313,7 @@ def _encode(
     )
     content = meta.model_dump()
     content["crc32"] = zlib.crc32(to_json(content))
-    write_synced(folder / META, [to_json(content)])
+    (folder / META).write_bytes(to_json(content))
     return _open(folder, settings, tokenizer, meta)
 
 
@@ -423,26 +424,27 @@ def encode_segment(
             _unshuffled(tokenizer), (tokenizer.dtype.itemsize, 8), begin, end, strict=False
         )
     ]
-    if known and known[1] == [_stored_crc32(*area) for area in areas]:
+    if known and known[1] == [_stored_checksum(*area) for area in areas]:
         yield Encoded(*known)
         return
-    places, checksums = Places(), [0]
+    places, checksum = Places(), xxh3_64()
     path, at, until = areas[0]
     with open(path, "r+b") as file:
         file.seek(at)
         for text in _merged(text_pieces(segment, settings, places), CHUNK_BYTES // 2):
             content = tokenizer.encode(text, "replace").view(np.uint8).data
-            checksums[0] = zlib.crc32(content, checksums[0])
+            checksum.update(content)
             file.write(content)
             yield places.n_stored
         has_changed = file.tell() != until
+    checksums = [checksum.intdigest()]
     for path, at, until in areas[1:]:
         lines = np.array(places.lines, np.int64) + begin.place
         with open(path, "r+b") as file:
             file.seek(at)
             file.write(lines.data)
             has_changed |= file.tell() != until
-        checksums.append(zlib.crc32(lines.data))
+        checksums.append(xxh3_64(lines.data).intdigest())
     if has_changed:
         raise TextError(CHANGED.format(segment.stretches[-1].path))
     yield Encoded(places.n_stored, checksums)
@@ -461,10 +463,10 @@ def _merged(pieces: Iterator[str], least: int) -> Iterator[str]:
         yield "".join(short)
 
 
-def _stored_crc32(path: Path, begin: int, end: int) -> int:
+def _stored_checksum(path: Path, begin: int, end: int) -> int:
     with open(path, "rb") as file:
         file.seek(begin)
-        return _crc32(file, end - begin)
+        return _checksum(file, end - begin)
 
 
 PASSES: dict[str, Callable[..., Iterator[Any]]] = {
@@ -549,9 +551,6 @@ def _write_tokens(
     else:
         sizes = (dtype.itemsize * (until.token - at.token) for at, until in pairwise(offsets))
         checksums = {TOKENS: [*zip(sizes, (each.checksums[0] for each in encoded), strict=True)]}
-    for name in checksums:
-        with open(folder / name, "r+b") as file:  # Windows flushes no file that is only read
-            os.fsync(file.fileno())
     return checksums
 
 
@@ -616,16 +615,17 @@ def text_key(
 
 
 def _write(path: Path, arrays: Iterator[Tokens]) -> list[tuple[int, int]]:
-    """Write arrays to a file; return size and CRC-32 of its parts."""
-    parts, size, checksum = list[tuple[int, int]](), 0, 0
+    """Write arrays to a file; return size and checksum of its parts."""
+    parts, size, checksum = list[tuple[int, int]](), 0, xxh3_64()
     with open(path, "wb") as file:
         for array in arrays:
             content = array.view(np.uint8).data
-            checksum, size = zlib.crc32(content, checksum), size + file.write(content)
+            checksum.update(content)
+            size += file.write(content)
             if size >= SEGMENT_BYTES:
-                parts.append((size, checksum))
-                size = checksum = 0
-    return [*parts, (size, checksum)]
+                parts.append((size, checksum.intdigest()))
+                size, checksum = 0, xxh3_64()
+    return [*parts, (size, checksum.intdigest())]
 
 
 def _sha256(tokenizer: CharTokenizer) -> str:
@@ -721,7 +721,7 @@ def _check_files(
             check = check_ids if name == TOKENS else (lambda _: None)
             with files[name] as file:
                 for size, checksum in parts:
-                    if _crc32(file, size, check) != checksum:
+                    if _checksum(file, size, meta.version, check) != checksum:
                         raise ValueError(f"{name} has changed since it was written")
         if LINES in files and (
             last_id != tokenizer.eos_token_id
@@ -730,13 +730,22 @@ def _check_files(
             raise ValueError(f"{LINES} is of other documents than {TOKENS}")
 
 
-def _crc32(file: IO[bytes], size: int, check: Callable[[bytes], None] = lambda _: None) -> int:
-    """Return the CRC-32 of the next `size` bytes, whose chunks are checked, or of those left."""
-    checksum = 0
+def _checksum(
+    file: IO[bytes],
+    size: int,
+    version: int = VERSION,
+    check: Callable[[bytes], None] = lambda _: None,
+) -> int:
+    """Return that of the next `size` bytes, whose chunks are checked, or of those left."""
+    xxh3, crc32 = xxh3_64(), 0
     while chunk := file.read(min(CHUNK_BYTES, size)):
         check(chunk)
-        checksum, size = zlib.crc32(chunk, checksum), size - len(chunk)
-    return checksum
+        size -= len(chunk)
+        if version == VERSION:
+            xxh3.update(chunk)
+        else:
+            crc32 = zlib.crc32(chunk, crc32)
+    return xxh3.intdigest() if version == VERSION else crc32
 
 
 def _mapped(path: Path, dtype: Any) -> Any:

@@ -32,7 +32,6 @@ from chargpt.files import parse_json, read_regular, write_atomically
 from chargpt.log import logger
 from chargpt.text.display import REPLACEMENT, display_char, display_text, sign_or_code
 
-DECODE_CHUNK = 1 << 20  # ids decoded at once, to bound the memory
 N_CODE_POINTS = 0x110000
 MAX_JSON_BYTES = 16_000_000  # all code points, escaped, take less
 MAX_KEPT = 256  # different characters of a text that keeps all of them
@@ -46,7 +45,7 @@ ALIKE = (  # characters written for each other; the first of each is the one of 
     ("...", "…"),
     (" ", *"\u00a0\u2002\u2003\u2007\u2009\u200a\u202f\u3000"),
 )
-CHUNK = 1 << 15  # characters encoded at once: small enough for a processor's cache
+CHUNK = 1 << 18  # characters encoded, or ids decoded, at once, to bound the memory
 FORMAT, VERSION = "chargpt-tokenizer", 1
 
 FIRST_BYTES = bytes(range(0xC2, 0xF5))  # of the UTF-8 forms of two to four bytes
@@ -270,7 +269,7 @@ class CharTokenizer:
         table[known] = np.arange(known.size)
         return table
 
-    @property
+    @cached_property
     def _no_id(self) -> int:
         """The largest value of the smallest dtype that can hold `vocab_size`."""
         return int(np.iinfo(np.min_scalar_type(self.vocab_size)).max)
@@ -418,7 +417,7 @@ class CharTokenizer:
         """Return the number of characters that tokens spell, which is that of their starts."""
         if not self.has_bytes:
             return ids.size
-        chunks = (ids[i : i + DECODE_CHUNK] for i in range(0, len(ids), DECODE_CHUNK))
+        chunks = (ids[i : i + CHUNK] for i in range(0, len(ids), CHUNK))
         return sum(int(np.count_nonzero(chunk < self.first_continuation_id)) for chunk in chunks)
 
     def token_text(self, token: int) -> str:
@@ -448,7 +447,7 @@ class CharTokenizer:
         if index.dtype.kind not in "iu":
             index = index.astype(np.int64)
         assert index.size == 0 or (index.min() >= 0 and index.max() < self.vocab_size)
-        parts = [index[i : i + DECODE_CHUNK] for i in range(0, len(index), DECODE_CHUNK)]
+        parts = [index[i : i + CHUNK] for i in range(0, len(index), CHUNK)]
         if not self.has_bytes or index.max(initial=0) < len(self.characters):
             return "".join(codes_to_text(self._id_to_code_point[part]) for part in parts)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")

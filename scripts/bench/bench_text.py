@@ -4,9 +4,9 @@
         [--json benchmarks/text.json]
 
 Repeats SEED_TEXT with a counter in each repetition, then, in each of six new processes, prepares
-it as the text of a run and reads the prepared text with its checksums; in turn with the text in the
-page cache and evicted from it. Then `cat` copies the text and syncs the copy to disk, which is the
-least that preparing does. The memory is that of all processes that prepare it, at most (PSS). Then
+it as the text of a run, flushes it to disk, which a run does before its first checkpoint, and reads
+it with its checksums; in turn with the text in the page cache and evicted from it. Then `cat`
+copies the text and syncs the copy to disk. The memory is that of all processes that prepare it, at most (PSS). Then
 a run of one step is resumed ten times, in turn with its text in the page cache and evicted from it:
 the time from the start of the command to the first batch, and to the end of the first step.
 
@@ -42,15 +42,19 @@ PROBE = """
 import json, sys, time
 from pathlib import Path
 from chargpt.config import TextConfig
+from chargpt.files import sync_files
 from chargpt.text.prepare import prepare, read_prepared
 from chargpt.text.source import find_text
 settings, folder = TextConfig(path=sys.argv[1]), Path(sys.argv[2])
 start = time.perf_counter()
 corpus = prepare(find_text(settings), settings, folder)
 prepared = time.perf_counter()
+sync_files(folder)
+flushed = time.perf_counter()
 read_prepared(folder, settings, corpus.tokenizer)
 read = time.perf_counter()
-print(json.dumps({"prepare": prepared - start, "read": read - prepared}))
+times = {"prepare": prepared - start, "flush": flushed - prepared, "read": read - flushed}
+print(json.dumps(times))
 """
 RESUME = """
 import gc, json, os, sys, time
@@ -277,6 +281,7 @@ def main() -> None:
         "prepare_seconds": {s: [round(run["prepare"], 2) for run in found[s]] for s in STATES},
         "copy_seconds": copies,
         "memory_mb": round(max(run["memory_mb"] for run in runs), 1),
+        "flush_seconds": [round(run["flush"], 2) for run in runs],
         "read_seconds": [round(run["read"], 3) for run in runs],
         **killed,
         "resume_seconds": resumed,
