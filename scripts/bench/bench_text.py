@@ -6,9 +6,10 @@
 Repeats SEED_TEXT with a counter in each repetition, then, in each of six new processes, prepares
 it as the text of a run, flushes it to disk, which a run does before its first checkpoint, and reads
 it with its checksums; in turn with the text in the page cache and evicted from it. Then `cat`
-copies the text and syncs the copy to disk. The memory is that of all processes that prepare it, at most (PSS). Then
-a run of one step is resumed ten times, in turn with its text in the page cache and evicted from it:
-the time from the start of the command to the first batch, and to the end of the first step.
+copies the text and syncs the copy to disk. The memory is that of all processes that prepare it, at
+most (PSS). Then a run of one step is resumed ten times, in turn with its text in the page cache and
+evicted from it: the time from the start of the command to the first batch, and to the end of the
+first step.
 
 With --files the text is so many files of 10 kB. With --kills it is also prepared by processes that
 are killed at random times (SIGKILL), N in all, until one is left to finish: the files are the same.

@@ -248,11 +248,13 @@ def preparing(found: dict[str, Any]) -> list[str]:
     killed = ""
     if found.get("same_files"):
         killed = f" Killed {found['kills']} times on the way, it ends with the same files."
+    flush, read = (statistics.median(found[f"{what}_seconds"]) for what in ("flush", "read"))
     return [
         f"A text of {size / 1e3:.1f} GB{files} is prepared at {cached} if it is in the page cache, "
         f"and at {evicted} if not, with {found['memory_mb']:.0f} MB of memory of all processes "
-        f"({found['hardware']}, {found['date']}); reading it again with its checksums takes "
-        f"{statistics.median(found['read_seconds']):.1f} s.{killed} From the command that resumes "
+        f"({found['hardware']}, {found['date']}). Until it is on disk, for which the first "
+        f"checkpoint waits, it takes {flush:.1f} s more; reading it again with its checksums takes "
+        f"{read:.1f} s.{killed} From the command that resumes "
         f"a run of it to the first batch it takes {resumed('first_batch')}, to the end of the "
         f"first step {resumed('first_step')}, medians of five.",
         "",
