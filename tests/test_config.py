@@ -399,3 +399,10 @@ def test_a_config_written_as_yaml_is_read_back_equal(
     path = tmp_path_factory.mktemp("config") / "config.yaml"
     path.write_text(config.to_yaml(), encoding="utf-8", newline="")
     assert load_config(path) == config
+
+
+def test_a_section_that_the_caller_passes_is_not_changed() -> None:
+    section = {"n_layer": 2}
+    config = load_config("gpt", {"model": section, "model.n_head": 3, "model.n_embd": 48})
+    assert (config.model.n_layer, config.model.n_head) == (2, 3)
+    assert section == {"n_layer": 2}

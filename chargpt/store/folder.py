@@ -433,7 +433,8 @@ class RunFolder:
         was_kept = self.is_kept(step)
         path = self.checkpoints / name_of(step) / KEEP
         try:
-            write_atomically(path, b"")
+            if not was_kept:
+                path.touch(exist_ok=False)
         except OSError as error:
             raise RunError(
                 f"{path} cannot be written ({reason_of(error)}); if the run is being trained, try "
