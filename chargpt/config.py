@@ -553,7 +553,7 @@ def set_dotted(tree: dict[str, Any], key: str, value: object) -> None:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"{key} is not a setting: {section} is not a section")
-    tree[last] = {**value} if isinstance(value, dict) else value  # which further keys change
+    tree[last] = {**value} if isinstance(value, dict) else value  # a copy: later keys modify it
 
 
 def describe_unknown_key(key: str) -> str:

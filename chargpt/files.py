@@ -12,9 +12,11 @@ import secrets
 import shlex
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from threading import Timer
 from typing import IO, Any
 
 import yaml
@@ -134,16 +136,39 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         os.fsync(file.fileno())
 
 
-def sync_files(folder: Path) -> None:
-    """Flush the files of a folder to disk, and the entries that name them."""
-    flags = os.O_RDWR if IS_WINDOWS else os.O_RDONLY  # it flushes no file that is only read
-    for name in entry_names(folder):
-        descriptor = os.open(folder / name, flags)
+def in_background(work: Callable[[], object], delay: float = 0.0) -> Future[None]:
+    """Return the future of work that a daemon thread does after a delay in seconds."""
+    done: Future[None] = Future()
+
+    def run() -> None:
         try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            work()
+            done.set_result(None)
+        except Exception as error:
+            done.set_exception(error)
+
+    timer = Timer(delay, run)
+    timer.daemon = True
+    timer.start()
+    return done
+
+
+def sync_files(folder: Path, names: Iterable[str]) -> Future[None]:
+    """Flush files of a folder to disk, and its entries; return the future of that.
+
+    The files are open when it returns, so that the folder may be renamed.
+    """
+    with ExitStack() as stack:  # Windows cannot flush a file that is open for reading only
+        files = [stack.enter_context(open(folder / name, "r+b", buffering=0)) for name in names]
+        opened = stack.pop_all()
     sync_directory(folder)
+
+    def flush() -> None:
+        with opened:
+            for file in files:
+                os.fsync(file.fileno())
+
+    return in_background(flush)
 
 
 def sync_directory(folder: Path) -> None:

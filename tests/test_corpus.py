@@ -428,7 +428,7 @@ def test_the_unpacked_size_of_an_archive_is_bounded(
 
 
 @POSIX
-def test_a_full_disk_is_reported(write: Write, tmp_path: Path) -> None:
+def test_a_disk_that_takes_no_more_is_reported(write: Write, tmp_path: Path) -> None:
     import resource
 
     path = write("abc" * 1000)

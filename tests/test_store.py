@@ -10,6 +10,7 @@ import shutil
 import stat
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -829,26 +830,64 @@ def test_a_reader_beside_a_saving_run_sees_no_damage(run: RunFolder) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("is_linked", [False, True])
-def test_the_text_is_flushed_to_disk_before_the_first_checkpoint(
+def test_the_first_checkpoint_waits_until_the_text_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_linked: bool
 ) -> None:
-    flushed, real = list[str](), os.fsync
+    flushed, real, may_end = list[str](), os.fsync, threading.Event()
 
     def fsync(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if "/run/text/" in name and not may_end.wait(30):
+            raise TimeoutError
         real(descriptor)
-        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flushed.append(name)
 
     settings = Config().with_values({"text.documents": "lines"}).text
     run = RunFolder(tmp_path / "run")
     folder = tmp_path / "prepared" if is_linked else run.new_text
-    source = find_text(settings, "hello world\nhello\n")
-    corpus = prepare(source, settings, folder)
-    run.create(CONFIG, corpus.tokenizer, folder)
+    corpus = prepare(find_text(settings, "hello world\nhello\n"), settings, folder)
     monkeypatch.setattr("os.fsync", fsync)
-    save(run, 1)
+    run.create(CONFIG, corpus.tokenizer, folder)  # does not wait
+    saved = threading.Thread(target=save, args=(run, 1))
+    saved.start()
+    saved.join(0.2)
+    assert not any("checkpoints" in name for name in flushed)
+    may_end.set()
+    saved.join(30)
     text = [str(run.path / "text" / name) for name in ("lines.bin", "meta.json", "tokens.bin")]
-    assert sorted(flushed[:4]) == [str(run.path / "text"), *text]
-    assert any(name.endswith("manifest.json") for name in flushed[4:])
+    first = next(i for i, name in enumerate(flushed) if "checkpoints" in name)
+    assert sorted(name for name in flushed[:first] if "/run/text/" in name) == text
+    assert load_run(run.path, device="cpu").step == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_text_is_on_disk_before_a_run_that_has_none_gets_it(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed, real = list[str](), os.fsync
+    monkeypatch.setattr(
+        "os.fsync",
+        lambda number: (flushed.append(os.readlink(f"/proc/self/fd/{number}")), real(number))[1],
+    )
+    prepare(find_text(Config().text, "hello world"), Config().text, run.new_text)
+    run.adopt_text()
+    assert {str(run.new_text / name) for name in ("meta.json", "tokens.bin")} <= {*flushed}
+    assert flushed[-1] == str(run.path)
+
+
+def test_no_checkpoint_is_saved_if_the_text_cannot_be_flushed_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, run = Config().text, RunFolder(tmp_path / "run")
+    corpus = prepare(find_text(settings, "hello world"), settings, run.new_text)
+    flushed: Future[None] = Future()
+    flushed.set_exception(OSError(errno.EIO, os.strerror(errno.EIO)))
+    monkeypatch.setattr("chargpt.store.folder.sync_files", lambda *_: flushed)
+    run.create(CONFIG, corpus.tokenizer, run.new_text)
+    for _ in range(2):  # the system reports it once
+        with pytest.raises(OSError, match="Input/output"):
+            save(run, 1)
+    assert not list_checkpoints(run.checkpoints)
 
 
 @POSIX

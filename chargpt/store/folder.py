@@ -5,6 +5,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -84,6 +85,7 @@ class RunFolder:
         self.is_created = False  # by this object
         self._lock = FileLock(path / LOCK)
         self._descriptor: int | None = None  # of the locked folder
+        self._text_flush: Future[None] | None = None  # of a new run
 
     @property
     def checkpoints(self) -> Path:
@@ -315,6 +317,8 @@ class RunFolder:
                         os.rename(new / name, self.path / name)
                 new.rmdir()
             sync_directory(self.path)
+            if self.has_text():
+                self._text_flush = sync_files(self.path / TEXT, entry_names(self.path / TEXT))
         except OSError as error:
             raise self._unwritable(error) from None
         self.is_created = True
@@ -400,8 +404,8 @@ class RunFolder:
         self.require_own()
         self.require_space(sum(len(chunk) for chunks in files.values() for chunk in chunks))
         self.checkpoints.mkdir(exist_ok=True)
-        if self.is_created and self.has_text():  # training need not wait for a slow disk
-            sync_files(self.path / TEXT)
+        if self._text_flush is not None:  # training has not waited for it
+            self._text_flush.result()
         folder = write_checkpoint(self.checkpoints, state.step, files)
         prune_checkpoints(self.checkpoints, state.best_step, config.train.keep_last, folder)
         return folder
@@ -434,7 +438,8 @@ class RunFolder:
         path = self.checkpoints / name_of(step) / KEEP
         try:
             if not was_kept:
-                path.touch(exist_ok=False)
+                path.touch()
+                sync_directory(path.parent)
         except OSError as error:
             raise RunError(
                 f"{path} cannot be written ({reason_of(error)}); if the run is being trained, try "
@@ -497,7 +502,7 @@ class RunFolder:
     def adopt_text(self) -> None:
         """Make the prepared text in `new_text` the text of a run that has none."""
         (self.new_text / JOURNAL).unlink(missing_ok=True)
-        sync_files(self.new_text)
+        sync_files(self.new_text, entry_names(self.new_text)).result()
         os.rename(self.new_text, self.path / TEXT)
         sync_directory(self.path)
 

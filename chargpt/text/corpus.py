@@ -370,11 +370,11 @@ def count_tokens(tokens: Tokens, vocab_size: int) -> Ints:
     """Return the number of occurrences of each id, shape (V,)."""
     if tokens.dtype == np.uint8:  # counting two bytes at once is twice as fast
         n_even = tokens.size - tokens.size % 2
-        table = np.zeros((vocab_size, 256), dtype=np.int64)
-        for start in range(0, n_even, 2 * CHUNK):
-            pairs = np.ascontiguousarray(tokens[start : min(start + 2 * CHUNK, n_even)]).view("<u2")
-            table += np.bincount(pairs, minlength=table.size).reshape(table.shape)
-        square = table[:, :vocab_size]
+        pairs = np.ascontiguousarray(tokens[:n_even]).view("<u2")
+        table = np.zeros(vocab_size << 8, dtype=np.int64)
+        for start in range(0, pairs.size, CHUNK):
+            table += np.bincount(pairs[start : start + CHUNK], minlength=table.size)
+        square = table.reshape(vocab_size, 256)[:, :vocab_size]
         counts: Ints = square.sum(axis=0) + square.sum(axis=1)
         counts[tokens[n_even:]] += 1
         return counts

@@ -20,14 +20,12 @@ import tempfile
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import groupby, pairwise
 from pathlib import Path
-from threading import Timer
-from typing import IO, Annotated, Any, Final, Literal, NamedTuple
+from typing import IO, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, FailFast, NonNegativeInt, Strict
@@ -35,7 +33,7 @@ from xxhash import xxh3_64, xxh3_128
 
 from chargpt.config import TextConfig
 from chargpt.errors import RunError, TextError, UnreadableError, reason_of
-from chargpt.files import IS_WINDOWS, open_regular, read_json, to_json
+from chargpt.files import IS_WINDOWS, in_background, open_regular, read_json, to_json
 from chargpt.log import logger
 from chargpt.text import TextProgress
 from chargpt.text.corpus import Corpus, HeldOut, count_tokens, shuffled, shuffled_order
@@ -75,7 +73,6 @@ TOKENS, LINES, META = "tokens.bin", "lines.bin", "meta.json"
 # of a text that is being prepared; before documents are shuffled
 JOURNAL, UNSHUFFLED = "journal.jsonl", ("unshuffled.bin", "unshuffled-lines.bin")
 TEXT_FILES = (TOKENS, LINES, META, JOURNAL, *UNSHUFFLED)
-VERSION: Final = 3  # of the files; before it, checksums were CRC-32
 KEY_VERSION = 2  # which a key begins with; of version 1 it does not
 # XXH3 is many times as fast, and neither keys nor checksums need protection against forged texts
 HASHES: dict[int, Callable[..., Any]] = {
@@ -157,7 +154,7 @@ class _Meta(BaseModel, strict=True, title=META):
     files: Annotated[list[TextFile], FailFast()]
     held_out: Annotated[dict[str, HeldOut], BeforeValidator(_require_few)] = {}
     format: Literal["chargpt-text"] = "chargpt-text"
-    version: Literal[1, 2, 3] = VERSION
+    version: Literal[1, 2, 3] = 3  # before it, checksums were CRC-32
 
     def require_consistent(self, tokenizer: CharTokenizer, key: str | None) -> None:
         """Check that it is of the run's text, and its numbers against each other, else ValueError.
@@ -211,8 +208,9 @@ def prepare(
 ) -> Corpus:
     """Read and encode a text, write it to a folder, and log what is notable about it.
 
-    The folder is empty, or made here. `on_progress` is called with "reading" in the first pass and
-    "encoding" in the second. `like` is a key that the text's is to be compared with.
+    The folder is empty, or made here; its files are not flushed to disk. `on_progress` is called
+    with "reading" in the first pass and "encoding" in the second. `like` is a key that the text's
+    is to be compared with.
 
     Raises:
         TextError: the text is empty, changes while it is read, cannot be read or decoded, or the
@@ -666,19 +664,8 @@ def read_prepared(
         if waits or corpus.tokens.nbytes < MIN_SEGMENTS * SEGMENT_BYTES:
             _check_files(folder, files, meta, tokenizer)
             return corpus
-    check: Future[None] = Future()
-
-    def check_files() -> None:
-        try:
-            _check_files(folder, files, meta, tokenizer)
-            check.set_result(None)
-        except Exception as error:
-            check.set_exception(error)
-
-    timer = Timer(CHECK_DELAY, check_files)
-    timer.daemon = True
-    timer.start()
-    return replace(corpus, check=check)
+    check = partial(_check_files, folder, files, meta, tokenizer)
+    return replace(corpus, check=in_background(check, CHECK_DELAY))
 
 
 @contextmanager
@@ -721,7 +708,7 @@ def _check_files(
             check = check_ids if name == TOKENS else (lambda _: None)
             with files[name] as file:
                 for size, checksum in parts:
-                    if _checksum(file, size, meta.version, check) != checksum:
+                    if _checksum(file, size, check, is_crc32=meta.version < 3) != checksum:
                         raise ValueError(f"{name} has changed since it was written")
         if LINES in files and (
             last_id != tokenizer.eos_token_id
@@ -733,19 +720,20 @@ def _check_files(
 def _checksum(
     file: IO[bytes],
     size: int,
-    version: int = VERSION,
     check: Callable[[bytes], None] = lambda _: None,
+    *,
+    is_crc32: bool = False,
 ) -> int:
-    """Return that of the next `size` bytes, whose chunks are checked, or of those left."""
+    """Return the checksum of the next `size` bytes, or of those left; each chunk is checked."""
     xxh3, crc32 = xxh3_64(), 0
     while chunk := file.read(min(CHUNK_BYTES, size)):
         check(chunk)
         size -= len(chunk)
-        if version == VERSION:
-            xxh3.update(chunk)
-        else:
+        if is_crc32:
             crc32 = zlib.crc32(chunk, crc32)
-    return xxh3.intdigest() if version == VERSION else crc32
+        else:
+            xxh3.update(chunk)
+    return crc32 if is_crc32 else xxh3.intdigest()
 
 
 def _mapped(path: Path, dtype: Any) -> Any:

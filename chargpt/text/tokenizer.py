@@ -45,7 +45,7 @@ ALIKE = (  # characters written for each other; the first of each is the one of 
     ("...", "…"),
     (" ", *"\u00a0\u2002\u2003\u2007\u2009\u200a\u202f\u3000"),
 )
-CHUNK = 1 << 18  # characters encoded, or ids decoded, at once, to bound the memory
+CHUNK = 1 << 18  # characters encoded, or ids decoded, at once, to bound the memory; even
 FORMAT, VERSION = "chargpt-tokenizer", 1
 
 FIRST_BYTES = bytes(range(0xC2, 0xF5))  # of the UTF-8 forms of two to four bytes

@@ -40,7 +40,7 @@ from record import provenance, write_record
 from chargpt.text.tokenizer import CharTokenizer
 
 PROBE = """
-import json, sys, time
+import json, os, sys, time
 from pathlib import Path
 from chargpt.config import TextConfig
 from chargpt.files import sync_files
@@ -50,7 +50,7 @@ settings, folder = TextConfig(path=sys.argv[1]), Path(sys.argv[2])
 start = time.perf_counter()
 corpus = prepare(find_text(settings), settings, folder)
 prepared = time.perf_counter()
-sync_files(folder)
+sync_files(folder, os.listdir(folder)).result()
 flushed = time.perf_counter()
 read_prepared(folder, settings, corpus.tokenizer)
 read = time.perf_counter()
