@@ -311,6 +311,20 @@ class TrainConfig(Settings):
     teacher_weight: float = Field(0.9, ge=0, le=1)
     """Weight of the teachers' mean probabilities in the training targets; the rest is as without
     teachers."""
+    students: tuple[PositiveInt, ...] = ()
+    """Steps at which training starts again from random weights, without dropout: the new model is a
+    student of the one so far, its only teacher. Each is also a step of schedule.restarts."""
+
+    @model_validator(mode="after")
+    def require_usable_students(self) -> Self:
+        if any(later <= step for step, later in pairwise(self.students)):
+            raise ValueError("students: the steps must be strictly increasing")
+        if self.students and self.patience is not None:
+            raise ValueError(
+                "patience would stop at the high loss with which students start; give "
+                "students or patience"
+            )
+        return self
 
 
 class OptimConfig(Settings):
@@ -489,6 +503,12 @@ class Config(Settings):
         if self.optim.l2_sp and self.train.from_run is None:
             raise ValueError(
                 "optim.l2_sp pulls towards the weights of train.from_run; set that too"
+            )
+        restarts = dict(self.schedule.restarts)
+        if missing := [step for step in self.train.students if step not in restarts]:
+            raise ValueError(
+                f"train.students names step {missing[0]}, at which the learning rate must restart; "
+                f"add [{missing[0]}, 1] to schedule.restarts"
             )
         if self.train.batch_size % self.train.micro_batches:
             raise ValueError(

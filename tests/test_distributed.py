@@ -21,6 +21,7 @@ SETTINGS = (
     "-s model.n_layer=1 -s model.n_embd=32 -s model.block_size=16 -s dtype=float32 "
     "-s train.sample_every=0 --device cpu"
 ).split()
+STUDENT = "-s", "train.students=[5]", "-s", "schedule.restarts=[[5, 1]]"
 
 
 # the command line on a rank whose clock is a minute ahead of the one before, and which is slow;
@@ -95,7 +96,7 @@ def losses(run: Path) -> list[float]:
 def test_two_ranks_train_to_the_losses_of_one_process(
     capture: str, verse: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    args: tuple[object, ...] = ("train", verse, *SETTINGS)
+    args: tuple[object, ...] = ("train", verse, *SETTINGS, *STUDENT)
     program: tuple[object, ...] = ("-m", "chargpt")
     if capture != "none":
         (tmp_path / "captured.py").write_text(CAPTURED)

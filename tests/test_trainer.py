@@ -52,6 +52,7 @@ TINY = {
     "train.sample_every": 0,
     "train.keep_last": 50,
 }
+STUDENTS = {"train.students": [4, 8], "schedule.restarts": [(4, 1.0), (8, 1.0)]}
 VARIANTS: dict[str, dict[str, object]] = {
     "muon": {},
     "adamw": {"optim.name": "adamw"},
@@ -61,6 +62,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "cosine and bfloat16": {"schedule.kind": "cosine", "dtype": "bfloat16"},
     "average with adamw": {"train.ema": 0.9, "optim.name": "adamw"},
     "narrow": {"model.n_layer": 40, "model.n_embd": 2, "model.n_head": 1, "model.n_inner": 1},
+    "students": {**STUDENTS, "model.dropout": 0.2, "train.ema": 0.9},
+    "students in float16": {**STUDENTS, "dtype": "float16"},
     "bigram": {"model.kind": "bigram", "optim.name": "adamw", "train.clip_norm": None},
     "average rung": {"model.attention": "average", "model.mlp": "none", "train.patience": 50},
 }
@@ -113,7 +116,7 @@ def test_a_run_is_reproducible_bit_for_bit_also_when_it_was_interrupted(
     config = tiny_config(**VARIANTS[variant])
     train(config, corpus, tmp_path / "a")
     train(config, corpus, tmp_path / "b")
-    stops = (0, 1, 5, 11) if variant == next(iter(VARIANTS)) else (5,)
+    stops = {next(iter(VARIANTS)): (0, 1, 5, 11), "students": (3, 4, 5, 8, 9)}.get(variant, (5,))
     for stop in stops:
         train(config, corpus, tmp_path / f"stop{stop}", stop_at=stop)
         resume_to_end(tmp_path / f"stop{stop}", corpus)

@@ -497,7 +497,8 @@ def model_config(config: Config, name: str) -> Config:
     values = {key: getattr(own, key).model_dump() for key in ("model", "optim", "schedule")}
     values["model"]["block_size"] = config.model.block_size
     train = own.train  # what it learns from
-    values |= {f"train.{key}": getattr(train, key) for key in ("ngram_target_weight", "teachers")}
+    keys = ("ngram_target_weight", "teachers", "students")
+    values |= {f"train.{key}": getattr(train, key) for key in keys}
     return config.with_values(values)
 
 

@@ -162,6 +162,9 @@ def describe_plan(session: Session) -> list[str]:
     ngram_bytes = sum(buffer.nbytes for buffer in ngram.buffers()) if ngram else 0
     if len(corpus.split("mixture")):
         ngram_bytes += max(0, MIXTURE_CHUNK_BYTES + MIXTURE_BYTES * n_counted - n_bytes)
+    students = ""
+    if n_students := sum(step >= trainer.state.step for step in config.train.students):
+        students = f" in all: a model, then {n_students} of its size, each a student of the last"
     counting_bytes = max(COUNTING_BYTES * n_counted, DOCUMENT_BYTES * corpus.n_documents)
     needed = max(counting_bytes, ngram_bytes + n_bytes)
     return [
@@ -174,7 +177,7 @@ def describe_plan(session: Session) -> list[str]:
         f"{config.dtype}{in_brackets(trainer.dtype_reason)}",
         f"plan    {n_steps:,} steps x {config.train.batch_size} sequences x "
         f"{config.model.block_size} tokens = {console.short(n_characters)} characters "
-        f"({console.short(n_tokens / len(corpus.split('train')))} epochs)",
+        f"({console.short(n_tokens / len(corpus.split('train')))} epochs{students})",
         f"needs   about {console.size(START_BYTES + needed)} of memory, {console.size(n_bytes)} of "
         f"it for model and batches, and {console.duration(session.expected_seconds)}",
     ]

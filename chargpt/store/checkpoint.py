@@ -41,7 +41,7 @@ CHECKPOINT_NAME = re.compile(r"step-[0-9]{8,18}")
 UNFINISHED = re.compile(rf"{CHECKPOINT_NAME.pattern}(\.old|\.[0-9]+)?\.tmp")
 MAX_TRIES = 200  # of reading a run that a training process changes faster than it can be read
 MAX_METADATA_BYTES = 64_000_000  # of the config, tokenizer and state files
-MAX_OPTIMIZER_COPIES = 4  # optimizer values per parameter: moments and raw weights, and a margin
+MAX_OPTIMIZER_COPIES = 5  # values per parameter: moments, raw weights, a teacher, and a margin
 MAX_TENSOR_HEADER = 400  # bytes of a safetensors header per tensor
 TENSORS_PER_LAYER, OTHER_TENSORS = 12, 8  # at most
 
@@ -96,13 +96,21 @@ class Checkpoint:
     tokenizer: CharTokenizer
     state: RunState
     model: dict[str, Tensor]  # the weights to evaluate: the moving average if `train.ema` is set
-    optimizer: dict[str, Tensor]  # and `raw.*`, the weights to train on; empty if not read
+    # and `raw.*`, the weights to train on, and `teacher.*`, of `train.students`; empty if not read
+    optimizer: dict[str, Tensor]
 
     @property
     def raw_weights(self) -> dict[str, Tensor]:
         """The weights to train on, without the moving average."""
         raw = {n[4:]: t for n, t in self.optimizer.items() if n.startswith("raw.")}
         return raw or self.model
+
+    @property
+    def teacher_weights(self) -> dict[str, Tensor] | None:
+        """The weights of the student's teacher; None before the first of `train.students`."""
+        if not any(step < self.state.step for step in self.config.train.students):
+            return None
+        return {n[8:]: t for n, t in self.optimizer.items() if n.startswith("teacher.")}
 
 
 def name_of(step: int) -> str:

@@ -123,12 +123,15 @@ def require_intact(saved: Checkpoint) -> None:
     """Check that tensors are finite, and weights of their config's shapes, else RunError."""
     with torch.device("meta"):
         model = build_model(saved.config.model, saved.tokenizer.vocab_size)
-    for weights in (saved.model, saved.raw_weights):
-        require_weights(model, weights, saved.folder)
+    for weights in (saved.model, saved.raw_weights, saved.teacher_weights):
+        if weights is not None:
+            require_weights(model, weights, saved.folder)
     require_finite(saved.optimizer, saved.folder)
     shapes = {name: tensor.shape for name, tensor in saved.model.items()}
     for name, tensor in saved.optimizer.items():
-        parameter = re.sub(r"^(raw|adamw\.exp_avg|adamw\.exp_avg_sq|muon\.momentum)\.", "", name)
+        parameter = re.sub(
+            r"^(raw|teacher|adamw\.exp_avg|adamw\.exp_avg_sq|muon\.momentum)\.", "", name
+        )
         if tensor.shape != shapes.get(parameter, tensor.shape):
             raise RunError(
                 f"{name} in {saved.folder} has another shape than its parameter; "

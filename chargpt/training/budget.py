@@ -72,7 +72,8 @@ def plan_run(
         ConfigError: `train.max_steps` is fixed too.
         OperationError: the fewest useful steps would take more than twice the budget.
     """
-    config = config.with_values({f"schedule.{name}": () for name in REPLANNED})
+    replanned = {f"schedule.{name}": () for name in REPLANNED}
+    config = config.with_values({**replanned, "train.students": ()})
     mixing = Trials(corpus, group).measure_mixing(config)
     config = with_mixture_split(config, corpus, deadline, fixed_keys, mixing)
     corpus = corpus.with_settings(mixture_characters=config.text.mixture_characters)

@@ -27,9 +27,13 @@ LATE = 1.1  # of the announced time: a command that takes longer says so
 MIN_STEPS = 20  # fewer are of little use
 OVERRUN = 0.08  # fraction of the budget by which the first MIN_STEPS may exceed it
 MAX_EPOCHS = 40  # of a plan; more over-fit
+TEACHER_COST = 0.25  # of a teacher's forward pass, relative to a step without one
 INITIAL_FRACTION = 0.93  # of the time, for training steps before re-planning
 # settings that planning and re-planning change
-PLANNED_KEYS = ("train.max_steps", "schedule.cooldown", "schedule.decay_points")
+PLANNED_KEYS = (
+    *("train.max_steps", "train.students"),
+    *("schedule.cooldown", "schedule.decay_points", "schedule.restarts"),
+)
 REPLANNED_FRACTION = 0.95  # fraction of the remaining time that is planned for steps
 MIN_REMAINING_FRACTION = 1 / 8  # of all steps: when fewer remain, their number is final
 MIN_VALIDATION_SECONDS = 0.1  # shorter ones say little about the speed of scoring
@@ -71,12 +75,10 @@ def parse_duration(duration: str | float) -> float:
 
 def epoch_limit_note(config: Config) -> str:
     """Return what to say of a plan that ends after `MAX_EPOCHS`."""
-    student = ""
-    if config.model.kind == "gpt" and not config.train.teachers:
-        student = ", and a student of several such runs, train.teachers, may be better"
+    models = f" with each of {n + 1} models" if (n := len(config.train.students)) else ""
     return (
-        f"training ends before its time, after {MAX_EPOCHS} epochs, since more would only over-fit "
-        f"most texts; --resume with -s train.max_steps=N trains longer{student}"
+        f"training ends before its time, after {MAX_EPOCHS} epochs{models}, since more would only "
+        "over-fit most texts; --resume with -s train.max_steps=N trains longer"
     )
 
 
@@ -257,7 +259,9 @@ class Pace:
         config = self.config
         if self.deadline.extension:
             config = with_max_steps(config, 0, MIN_STEPS)
-        seconds = self.seconds_of(config.train.max_steps / INITIAL_FRACTION)
+        n_steps = config.train.max_steps
+        of_students = sum(n_steps - first for first in config.train.students[:1])
+        seconds = self.seconds_of((n_steps + TEACHER_COST * of_students) / INITIAL_FRACTION)
         return config, min(self.deadline.remaining, seconds)
 
     def start(self, config: Config, step: int) -> None:
@@ -350,9 +354,22 @@ def with_max_steps(config: Config, step: int, max_steps: int) -> Config:
     """Return the config with another number of steps; those done keep their learning rates.
 
     A decay that has not begun begins at `step`; one that has begun continues with another slope.
+    Students for which less than half of their time would be left are not started.
     """
     values: dict[str, object] = {"train.max_steps": max_steps}
-    schedule = config.schedule
+    schedule, students = config.schedule, config.train.students
+    if students and step <= students[-1]:  # the last one has not begun
+        started = [at for at in students if at < step or max_steps - at >= students[0] / 2]
+        if len(started) == len(students):
+            return config.with_values(values)
+        end = students[len(started)]
+        values = {
+            "train.max_steps": end,
+            "train.students": started,
+            "schedule.restarts": [pair for pair in schedule.restarts if pair[0] < end],
+        }
+        config = config.with_values(values)
+        return config if max_steps >= end else with_max_steps(config, step, max_steps)
     if not has_linear_decay(schedule):
         return config.with_values(values)
     is_before = step <= decay_start(schedule, config.train.max_steps)

@@ -13,10 +13,11 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -70,6 +71,7 @@ class Learner:
     the sizes of `config.model`.
 
     Attributes:
+        teacher: of a student of `train.students`; None of the first model.
         ddp_model: the model, in DistributedDataParallel if several ranks train without CUDA graphs.
         captured_forward_backward: `forward_backward` as a CUDA graph, and the mean of the gradients
             over the ranks; None on other devices, with several micro-batches, or if capture failed.
@@ -96,7 +98,8 @@ class Learner:
         teachers: "Teachers | None" = None,
     ) -> None:
         train = config.train
-        self.seed, self.dropout, self.train_config = config.seed, config.model.dropout, train
+        self.seed, self.model_config, self.train_config = config.seed, config.model, train
+        self.dropout, self.teacher = config.model.dropout, cast("LanguageModel | None", None)
         self.corpus, self.group, self.device = corpus, group, device
         self.dtype = DTYPES[config.dtype]
         parts = train.micro_batches * group.world_size
@@ -126,8 +129,7 @@ class Learner:
             if self.l2_sp:
                 self.initial_weights = [p.detach().clone() for p in self.model.parameters()]
         if saved is None:
-            self.optimizer = Optimizer(self.model, config.optim, self.dtype, group)
-            self.ema_weights = self._start_ema(dict(self.model.named_parameters()))
+            self._start_optimizer(config.optim)
         else:
             self.restore(saved, config.optim)
         self.baselines, self.teachers = baselines, teachers
@@ -186,8 +188,49 @@ class Learner:
         self.optimizer.load_state_dict(saved.optimizer)
         if self.scaler is not None:
             self.scaler.load_state_dict(saved.optimizer)
+        teacher = None
+        if saved.teacher_weights is not None:
+            teacher = deepcopy(self.model)
+            load_weights(teacher, saved.teacher_weights, saved.folder)
+        self._set_teacher(teacher)
         if self.captured_update is not None:  # of the optimizer before
             self._capture()
+
+    def start_student(self, number: int, optim: OptimConfig) -> None:
+        """Start from random weights again, as student `number` (1, 2, ...), of the model so far.
+
+        Born-again networks (Furlanello et al. 2018): a student of its teacher's size has a lower
+        loss, since the teacher's probabilities keep it from over-fitting.
+        """
+        with self.with_ema_weights():
+            self._set_teacher(deepcopy(self.model))
+        with _generator:
+            torch.manual_seed(self.seed + number)
+            model = build_model(self.model_config, self.model.vocab_size)
+        self.model.load_state_dict(model.state_dict())
+        self._share_weights()
+        self._start_optimizer(optim)
+        if self.captured_update is not None:
+            self._capture()
+            self.ddp_model = self._wrap_for_ddp()  # if it failed now
+
+    def _start_optimizer(self, optim: OptimConfig) -> None:
+        self.optimizer = Optimizer(self.model, optim, self.dtype, self.group)
+        self.ema_weights = self._start_ema(dict(self.model.named_parameters()))
+
+    def _set_teacher(self, teacher: LanguageModel | None) -> None:
+        """Use a model as the only teacher, if not None, of a student, which has no dropout."""
+        self.teacher = teacher and teacher.eval().requires_grad_(requires_grad=False)
+        self.dropout = 0.0 if teacher else self.model_config.dropout
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = self.dropout
+
+    def _share_weights(self) -> None:
+        """Take the weights of rank 0: another kind of CPU may have initialised other ones."""
+        if not self.group.is_alone:
+            for parameter in self.model.parameters():
+                dist.broadcast(parameter.detach(), src=0)
 
     def unwrap_ddp(self) -> None:
         """Drop the data-parallel wrapper before the process group is destroyed.
@@ -260,9 +303,7 @@ class Learner:
         if group.all_reduce_any(self.capture_error is not None):  # with DDP they would not match
             self.capture_error = self.capture_error or "CUDA graph capture failed on another rank"
             return
-        if not group.is_alone:  # as DDP does: another kind of CPU may have initialised others
-            for parameter in parameters:
-                dist.broadcast(parameter.detach(), src=0)
+        self._share_weights()  # as DDP does
 
         def captured_forward_backward(micro_batch: Tensor) -> Tensor:
             static_batch.copy_(micro_batch)
@@ -306,8 +347,11 @@ class Learner:
         found = []
         if self.ngram is not None:
             found.append((self.train_config.ngram_target_weight, self.ngram.probs(inputs)))
-        if self.teachers is not None:
-            with autocast(self.device, self.dtype):
+        with autocast(self.device, self.dtype):
+            if self.teacher is not None:
+                probs = self.teacher(inputs).float().softmax(dim=-1)
+                found.append((self.train_config.teacher_weight, probs))
+            elif self.teachers is not None:
                 found.append((self.train_config.teacher_weight, self.teachers.probs(inputs)))
         return found
 
@@ -412,6 +456,9 @@ class Learner:
         raw, optimizer = dict(self.model.state_dict()), self.optimizer.state_dict()
         if self.scaler is not None:
             optimizer |= self.scaler.state_dict()
+        if self.teacher is not None:
+            weights = self.teacher.state_dict()
+            optimizer |= {f"teacher.{name}": tensor for name, tensor in weights.items()}
         if self.ema_weights is None:
             return raw, optimizer
         return self.ema_weights, optimizer | {f"raw.{name}": tensor for name, tensor in raw.items()}
@@ -503,8 +550,11 @@ def training_bytes(
         if model.attention == "full" and not has_flash and row_bytes <= MAX_PRODUCT_ROW_BYTES:
             activations += 2 * model.n_layer * model.n_head * model.block_size  # scores, weights
     masks = model.block_size**2 if model.attention == "average" else 0
-    # weights, gradients, up to two moments of the optimizer, EMA
-    weights = (4 + bool(config.train.ema)) * count_parameters(model, vocab_size)
+    if config.train.students:
+        activations += vocab_size  # probabilities of the teacher
+    # weights, gradients, up to two moments of the optimizer, EMA, teacher
+    copies = 4 + bool(config.train.ema) + bool(config.train.students)
+    weights = copies * count_parameters(model, vocab_size)
     n_values = weights + n_sequences * model.block_size * activations + masks
     return 4 * n_values + rotary_bytes(model)
 

@@ -150,6 +150,7 @@ def planned_run(config: Config, corpus: Corpus, speed: float, gpus: int = 1) -> 
     """Return the run of a planned config at `speed` tokens per second."""
     vocab_size, train_tokens = corpus.tokenizer.vocab_size, len(corpus.split("train"))
     n_tokens = config.train.max_steps * config.tokens_per_step
+    n_models = 1 + len(config.train.students)
     parameters = count_parameters(config.model, vocab_size)
     n_sequences = config.train.batch_size // (config.train.micro_batches * gpus)
     return PlannedRun(
@@ -161,7 +162,7 @@ def planned_run(config: Config, corpus: Corpus, speed: float, gpus: int = 1) -> 
         epochs=n_tokens / train_tokens,
         memory_bytes=training_bytes(config, vocab_size, n_sequences),
         step_seconds=config.tokens_per_step / speed,
-        nats_per_character=predicted_loss(parameters, n_tokens, train_tokens),
+        nats_per_character=predicted_loss(parameters, n_tokens / n_models, train_tokens),
     )
 
 

@@ -33,6 +33,7 @@ from chargpt.training.deadline import (
     INITIAL_FRACTION,
     MAX_EPOCHS,
     MIN_STEPS,
+    TEACHER_COST,
     Deadline,
     Pace,
     epoch_limit_note,
@@ -99,6 +100,9 @@ FULL_WEIGHT_DECAY_EPOCHS = 5  # from it on, weight decay is whole
 MIN_WEIGHT_DECAY = 0.2  # fraction of the weight decay in runs of up to one epoch
 # (overfitting, dropout), where overfitting = epochs * sqrt(parameters / train_tokens)
 DROPOUT = ((24, 0.2), (8, 0.1), (0, 0.0))
+# much over-fitting, in many epochs, is better split between models that are students of each other;
+# from these values on between two of them
+MAX_MODELS, SPLIT_OVERFITTING, SPLIT_EPOCHS = 3, 30, 20
 FULL_NGRAM_WEIGHT_UNTIL = 1_200_000  # beyond it, that of soft targets falls as 1 / tokens
 REPEATED_EPOCHS = 2  # from it on, at least this fraction of their weight stays:
 MIN_NGRAM_FRACTION = 0.5
@@ -235,6 +239,18 @@ def length_values(
     }
 
 
+def with_students(config: Config, n_models: int) -> Config:
+    """Return the config of so many models, each a student of the one before, of its steps each."""
+    steps = config.train.max_steps
+    students = [steps * number for number in range(1, n_models)]
+    values = {
+        "train.max_steps": steps * n_models,
+        "train.students": students,
+        "schedule.restarts": [(step, 1.0) for step in students],
+    }
+    return config.with_values(values)
+
+
 @dataclass(frozen=True)
 class Planner:
     """Chooses model size and settings for a run that uses the time until a deadline.
@@ -274,10 +290,9 @@ class Planner:
         else:
             speed = self.measure_speed(config)
         self.deadline.require(MIN_STEPS * config.tokens_per_step / speed)
-        n_tokens, parameters = self.affordable_tokens(speed), self.parameters(config)
+        n_models, n_tokens = self.models(config, speed)
+        parameters = self.parameters(config)
         values = length_values(config, n_tokens, self.train_tokens, parameters)
-        if n_tokens == self.max_tokens >= MIN_STEPS * config.tokens_per_step:
-            self.warn(epoch_limit_note(config))
         runs = _fitted()["runs"]
         largest, longest = (max(run[key] for run in runs) for key in ("parameters", "characters"))
         if size_was_chosen and (parameters > 1.1 * largest or n_tokens > 1.1 * longest):
@@ -285,7 +300,7 @@ class Planner:
                 "the size and the settings are extrapolated from runs of up to "
                 f"{largest / 1e6:.0f}M parameters and {longest / 1e6:.0f}M characters"
             )
-        useful = useful_ranks(config, n_tokens)
+        useful = useful_ranks(config, self.affordable_tokens(speed))
         if useful < self.n_ranks:
             self.warn(
                 f"{self.n_ranks:,} processes are more than the {useful:,} sequences of the "
@@ -293,6 +308,11 @@ class Planner:
             )
         step_limit = max(MIN_STEPS, self.max_tokens // config.tokens_per_step)
         config = with_unless_fixed(config, values, self.fixed_keys)
+        config = with_students(config, n_models)
+        if n_tokens == self.max_tokens >= MIN_STEPS * config.tokens_per_step:
+            self.warn(epoch_limit_note(config))
+        if config.train.students:
+            step_limit += config.train.students[-1]
         return Pace(self.deadline, config, speed, size_was_chosen, step_limit)
 
     @property
@@ -403,6 +423,19 @@ class Planner:
         """Return how many tokens can be read in the remaining time, at least 1."""
         readable = INITIAL_FRACTION * self.deadline.remaining * speed
         return max(1.0, min(readable, self.max_tokens))
+
+    def models(self, config: Config, speed: float) -> tuple[int, float]:
+        """Return how many models to train one after the other, and the tokens that each reads."""
+        readable = INITIAL_FRACTION * self.deadline.remaining * speed
+        epochs, train = readable / self.train_tokens, config.train
+        overfitting = epochs * math.sqrt(self.parameters(config) / self.train_tokens)
+        n_useful = 2 * min(overfitting / SPLIT_OVERFITTING, epochs / SPLIT_EPOCHS)
+        n_models = int(min(MAX_MODELS, n_useful))
+        is_plain = not (train.from_run or train.teachers or train.patience)
+        may_split = config.model.kind == "gpt" and "train.students" not in self.fixed_keys
+        if n_models < 2 or not (may_split and is_plain):
+            return 1, self.affordable_tokens(speed)
+        return n_models, min(readable / (n_models + TEACHER_COST * (n_models - 1)), self.max_tokens)
 
     def loss(self, config: Config, speed: float) -> float:
         return predicted_loss(

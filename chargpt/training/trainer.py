@@ -251,6 +251,8 @@ class Trainer:
         train, step = self.config.train, self.state.step
         lr_factor = lr_factor_at(step, self.config.schedule, train.max_steps)
         report = StepReport(step + 1, train.max_steps, lr_factor, speed=self.speed)
+        if step in train.students:
+            self.learner.start_student(train.students.index(step) + 1, self.config.optim)
         loss_per_token = self.learner.accumulate_gradients(step)
         report.loss = loss_per_token / self.corpus.characters_per_token
         report.grad_norm = self.learner.clip_gradients()
@@ -302,17 +304,19 @@ class Trainer:
             config = pace.adjusted(self.config, report.step, self.speed)
             if config is not self.config:
                 self.change_config(config)
-            return
-        self.stopped_by = "deadline"
-        step, max_steps = report.step, self.config.train.max_steps
-        is_nearly_done = step >= (1 - NOTED_CHANGE) * max_steps
-        if is_nearly_done and self.config.schedule.kind == "wsd":
-            self.change_config(with_max_steps(self.config, step, step))
+            if not self.finished:  # it is if there is no time for a student
+                return
         else:
-            logger.warning(
-                f"the machine slowed down: stopped at step {step:,} of {max_steps:,}; resume the "
-                "run, or give a longer budget"
-            )
+            self.stopped_by = "deadline"
+            step, max_steps = report.step, self.config.train.max_steps
+            is_nearly_done = step >= (1 - NOTED_CHANGE) * max_steps
+            if is_nearly_done and self.config.schedule.kind == "wsd":
+                self.change_config(with_max_steps(self.config, step, step))
+            else:
+                logger.warning(
+                    f"the machine slowed down: stopped at step {step:,} of {max_steps:,}; resume "
+                    "the run, or give a longer budget"
+                )
         if report.validation is None:
             self.validate(report)
         self._save()

@@ -5,8 +5,9 @@
 Of each text, 100,000 characters from its middle are trained on, and 60,000 before and after them
 are scored. All models have the size 4 x 64, blocks of 128 and the other settings that the planner
 gives runs of their length. Compared are runs of 10 and of 40 epochs, the most that a budget plans;
-the mean probabilities of four and of two of them; a student of each of these; and one run that
-takes as long as the two and their student together. Each GPT is also scored in a mixture with
+the mean probabilities of four and of two of them; a student of each of these; one run that takes
+as long as the two and their student together; and runs of several models of 10 and 40 epochs, each
+a student of the one before, as budgets plan. Each GPT is also scored in a mixture with
 n-grams, as a run with a budget is.
 
 Before that, a forward and backward pass of several models in one batched step (`torch.func.vmap`)
@@ -34,11 +35,12 @@ from chargpt.models import build_model, count_parameters, kernels
 from chargpt.store.ensemble import mix
 from chargpt.store.mixture import with_mixture
 from chargpt.store.run import Run
-from chargpt.training.planner import length_values
+from chargpt.training.planner import length_values, with_students
 
 TRAINED, SCORED = 100_000, 60_000  # characters, the latter on each side
 LONGEST = 40  # epochs
 TEACHERS, STUDENTS = ((4, 10), (2, LONGEST)), (20, LONGEST)  # number and epochs; epochs
+STUDENTS_IN_TURN = ((2, 10), (3, 10), (2, 20), (3, 20), (3, LONGEST))  # models, and epochs of each
 SIZE = {
     "model.n_layer": 4,
     "model.n_head": 1,
@@ -61,8 +63,10 @@ class Case:
         self.text, self.folder, self.seconds = folder / text.name, folder, dict[str, float]()
         self.text.write_text(content[begin : begin + TRAINED], encoding="utf-8")
 
-    def train(self, name: str, epochs: float, seed: int, **settings: object) -> Run:
-        """Train with the settings of the planner for this many epochs; note the time it takes."""
+    def train(
+        self, name: str, epochs: float, seed: int, n_models: int = 1, **settings: object
+    ) -> Run:
+        """Train models with the settings of the planner for this many epochs; note the time."""
         config, vocab_size = load_config("gpt", SIZE), len(set(self.text.read_text("utf-8"))) + 1
         n_train = int(0.9 * TRAINED)
         n_parameters = count_parameters(config.model, vocab_size)
@@ -70,7 +74,9 @@ class Case:
         start = time.perf_counter()
         run = chargpt.train(
             self.text,
-            config=config.with_values({**values, "schedule.cooldown": 0.6}),
+            config=with_students(
+                config.with_values({**values, "schedule.cooldown": 0.6}), n_models
+            ),
             settings={"seed": seed, **settings},
             out=self.folder / f"{self.text.stem}-{name}",
         )
@@ -116,6 +122,9 @@ def measure(text: Path) -> list[dict[str, Any]]:
             add(f"student of {what}, {epochs} epochs", student, *runs, f"student of {what}")
         epochs = round(LONGEST * rows[-1]["s"] / case.seconds[f"{LONGEST}-0"])
         add(f"one of {epochs} epochs", case.train("long", epochs, 0), "long")
+        for n_models, epochs in STUDENTS_IN_TURN:
+            name = f"{n_models} of {epochs} epochs, each a student of the one before"
+            add(name, case.train(name, epochs, 0, n_models), name)
     return rows
 
 
@@ -181,7 +190,7 @@ def main() -> None:
     record: dict[str, Any] = {**provenance(), "batched_step": compare_with_batched(), "rows": []}
     for text in args.texts:
         record["rows"] += measure(text)
-        print(*record["rows"][-5:], sep="\n", file=sys.stderr, flush=True)
+        print(*record["rows"][-10:], sep="\n", file=sys.stderr, flush=True)
         save_record(record, args.json)
     write_record(record, args.json)
 
