@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from shared_runs import QUICK
 from test_planner import choose, rates
 
+from chargpt.analysis.result import of_last_model
 from chargpt.config import Config, load_config
 from chargpt.distributed import RankGroup
 from chargpt.errors import RunError
@@ -209,3 +210,11 @@ def test_a_plan_names_students_and_a_teacher_that_is_damaged_is_noticed(cli: Cli
     learner = learner_of(load_corpus(TEXT), **{"model.n_embd": 16})
     with pytest.raises(RunError, match="do not match its config"):
         learner.restore(saved, saved.config.optim)
+
+
+@pytest.mark.parametrize(("best_step", "expected"), [(4, 0), (5, 5), (12, 9)])
+def test_a_summary_is_of_the_steps_of_the_last_model(best_step: int, expected: int) -> None:
+    values = {"train.students": [4, 8], "schedule.restarts": [(4, 1.0), (8, 1.0)]}
+    run = Mock(step=best_step, config=Config().with_values(values))
+    records = [{"step": number, "loss": 1.0} for number in range(13)]
+    assert of_last_model(run, records) == records[expected:]

@@ -184,6 +184,12 @@ def describe_mixture(scores: RunScores, mixture: Evaluation) -> str:
     return f"The mixture of gpt and n-gram models is {words}{use}."
 
 
+def of_last_model(run: Run, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the metrics since the run's last student has started; all if it has none."""
+    started = max((at for at in run.config.train.students if at < run.step), default=-1)
+    return [record for record in records if record["step"] > started]
+
+
 def changes_in_second_half(records: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
     """Return the changes of validation and training loss in the second half of the steps, in nats.
 
@@ -193,7 +199,8 @@ def changes_in_second_half(records: Sequence[Mapping[str, Any]]) -> tuple[float,
     if len(curve) < 2:
         return None
     last_step, last = curve[-1]
-    middle_step, middle = min(curve[:-1], key=lambda point: abs(point[0] - last_step / 2))
+    half = (curve[0][0] + last_step) / 2
+    middle_step, middle = min(curve[:-1], key=lambda point: abs(point[0] - half))
     change = change_of_training_loss(records, middle_step, last_step)
     return None if math.isnan(change) else (last - middle, change)
 
@@ -228,6 +235,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     unlike = scores.split_difference.warning if scores.split_difference else ""
     warnings = filter(None, (unlike, scores.repeats))
     sentences += [f"{warning[0].upper()}{warning[1:]}." for warning in warnings]
+    records = of_last_model(run, records)
     curve, best = validation_curve(records), run.state.best_nats_per_char
     last = curve[-1][1] if curve else val.nats_per_char
     if has_diverged(last, scores, records):
