@@ -313,12 +313,17 @@ class TrainConfig(Settings):
     teachers."""
     students: tuple[PositiveInt, ...] = ()
     """Steps at which training starts again from random weights, without dropout: the new model is a
-    student of the one so far, its only teacher. Each is also a step of schedule.restarts."""
+    student of the one before, its only teacher. Each is also a step of schedule.restarts."""
 
     @model_validator(mode="after")
     def require_usable_students(self) -> Self:
         if any(later <= step for step, later in pairwise(self.students)):
             raise ValueError("students: the steps must be strictly increasing")
+        if self.students and self.from_run is not None:
+            raise ValueError(
+                "students start from random weights, not from those of from_run; give students or "
+                "from_run"
+            )
         if self.students and self.patience is not None:
             raise ValueError(
                 "patience would stop at the high loss with which students start; give "
@@ -350,7 +355,8 @@ class OptimConfig(Settings):
         return " ".join(f"-s optim.{name}={rate:g}" for name, rate in rates.items())
 
 
-REPLANNED = ("decay_points", "restarts")  # settings of the schedule that runs change
+# settings that planning and runs change
+REPLANNED = ("train.students", "schedule.decay_points", "schedule.restarts")
 
 
 class ScheduleConfig(Settings):
@@ -368,8 +374,8 @@ class ScheduleConfig(Settings):
     pair the line reaches zero at train.max_steps. The decay begins at (1 - `cooldown`) of the first
     end."""
     restarts: tuple[tuple[PositiveInt, UnitInterval], ...] = ()
-    """Resumed runs with more steps: pairs (step, fraction of the peak). At that step the rate warms
-    up to this fraction again, then decays linearly to zero."""
+    """Students, and resumed runs with more steps: pairs (step, fraction of the peak). At that step
+    the rate warms up to this fraction again, then decays linearly to zero."""
 
     @field_validator("decay_points", "restarts")
     @classmethod
@@ -516,6 +522,10 @@ class Config(Settings):
                 f"train.micro_batches {self.train.micro_batches}"
             )
         return self
+
+    def model_start(self, step: int) -> int:
+        """Return the number of steps before the model that is trained in the last of `step`."""
+        return max((at for at in self.train.students if at < step), default=0)
 
     @property
     def tokens_per_step(self) -> int:
@@ -821,10 +831,11 @@ def merge_settings(
             fixed_keys |= {f"{key}.{name}" for name in value} if isinstance(value, dict) else {key}
         is_merged = isinstance(value, dict) and isinstance(tree.get(key), dict)
         tree[key] = tree[key] | value if is_merged else value
-    train, schedule, key = tree.get("train"), tree.get("schedule"), "train.max_steps"
-    if isinstance(train, dict) and isinstance(schedule, dict) and key in values:
-        for name in REPLANNED if values[key] != train.get("max_steps") else ():
-            schedule.pop(name, None)
+    train, key = tree.get("train"), "train.max_steps"
+    if isinstance(train, dict) and key in values and values[key] != train.get("max_steps"):
+        for section, name in (each.split(".") for each in REPLANNED):
+            if isinstance(tree.get(section), dict):
+                tree[section].pop(name, None)
     for key, value in values.items():
         set_dotted(tree, key, value)
     replaced = [f"{key}." for key in values]

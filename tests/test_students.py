@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shared_runs import QUICK
 from test_planner import choose, rates
 
-from chargpt.analysis.result import of_last_model
+from chargpt.analysis.result import of_model
 from chargpt.config import Config, load_config
 from chargpt.distributed import RankGroup
 from chargpt.errors import RunError
@@ -22,9 +22,10 @@ from chargpt.store.folder import RunFolder
 from chargpt.store.verify import require_intact
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
-from chargpt.training.deadline import with_max_steps
+from chargpt.training.deadline import steps_of, with_max_steps, work_of
 from chargpt.training.learner import Learner
 from chargpt.training.planner import with_students
+from chargpt.training.resume import continue_schedule
 from chargpt.training.trainer import Trainer
 
 TEXT = REPOSITORY / "data" / "lighthouse.txt"
@@ -188,6 +189,7 @@ def test_a_short_text_with_much_time_is_read_by_a_model_and_its_students(
         (("train.students=[2]",), "add [2, 1] to schedule.restarts"),
         ((*TWO[1::2], "train.students=[4, 2]"), "strictly increasing"),
         ((*TWO[1::2], "train.patience=3"), "students or patience"),
+        ((*TWO[1::2], "train.from_run=elsewhere"), "students or from_run"),
     ],
 )
 def test_students_that_cannot_be_trained_are_rejected(
@@ -199,7 +201,7 @@ def test_students_that_cannot_be_trained_are_rejected(
 
 def test_a_plan_names_students_and_a_teacher_that_is_damaged_is_noticed(cli: Cli) -> None:
     done = cli("train", TEXT, *QUICK, *TWO, "--out", "run")
-    assert "epochs in all: a model, then 2 of its size, each a student of the last" in done.stderr
+    assert "epochs of a model, then 2 more, each a student of the one before" in done.stderr
     folder = Path("run/checkpoints/step-00000006")
     saved = read_checkpoint(folder)
     require_intact(saved)
@@ -212,9 +214,55 @@ def test_a_plan_names_students_and_a_teacher_that_is_damaged_is_noticed(cli: Cli
         learner.restore(saved, saved.config.optim)
 
 
-@pytest.mark.parametrize(("best_step", "expected"), [(4, 0), (5, 5), (12, 9)])
-def test_a_summary_is_of_the_steps_of_the_last_model(best_step: int, expected: int) -> None:
+@pytest.mark.parametrize(("best_step", "first", "last"), [(4, 0, 4), (5, 5, 8), (12, 9, 12)])
+def test_a_summary_is_of_the_steps_of_the_best_model(best_step: int, first: int, last: int) -> None:
     values = {"train.students": [4, 8], "schedule.restarts": [(4, 1.0), (8, 1.0)]}
     run = Mock(step=best_step, config=Config().with_values(values))
     records = [{"step": number, "loss": 1.0} for number in range(13)]
-    assert of_last_model(run, records) == records[expected:]
+    assert of_model(run, records) == records[first : last + 1]
+
+
+@given(st.integers(0, 3000), st.floats(0, 5000))
+def test_the_steps_of_some_work_take_that_work(step: int, work: float) -> None:
+    config = with_students(Config().with_values({"train.max_steps": 1000}), 3)
+    n_steps = steps_of(config, step, work)
+    assert work_of(config, step, step + n_steps) <= work + 1e-6
+    assert work_of(config, step, step + n_steps + 1) > work - 1e-6
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "students", "end"),
+    [(2000, (400, 800), 2000), (1000, (400, 800), 1000), (900, (400,), 800), (420, (), 400)],
+)
+def test_a_resume_with_fewer_steps_starts_no_student_without_time(
+    max_steps: int, students: tuple[int, ...], end: int, tmp_path: Path
+) -> None:
+    values = {"train.max_steps": 400, "schedule.warmup": 0}
+    before = with_students(Config().with_values(values), 3)
+    after = before.with_values({"train.max_steps": max_steps})
+    resumed = continue_schedule(before, after, 200)
+    assert (resumed.train.students, resumed.train.max_steps) == (students, end)
+    assert rates(resumed, end)[-1] < 0.01
+    file = tmp_path / "config.yaml"
+    file.write_text(before.to_yaml())
+    assert load_config(file, {"train.max_steps": max_steps}).train.students == ()
+    assert load_config(file).train.students == (400, 800)
+
+
+def test_each_model_is_validated_and_saved_at_its_end_and_its_averages_are_its_own(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    values = {"train.max_steps": 5, "train.evaluate_every": 4, "train.save_every": 4}
+    values |= {"train.batch_size": 4, "device": "cpu", "dtype": "float32", "train.ema": 0.9}
+    config = with_students(Config().with_values({**TINY, **values, "train.sample_every": 0}), 2)
+    trainer = Trainer(config, corpus, folder=RunFolder(tmp_path / "run"))
+    RunFolder(tmp_path / "run").create(trainer.config, corpus.tokenizer)
+    n_bytes = trainer.checkpoint_bytes()
+    update, seen = trainer.learner.apply_update, list[int]()
+    trainer.learner.apply_update = lambda step, rate: (seen.append(step), update(step, rate))
+    reports = [*trainer.steps()]
+    assert [r.step for r in reports if r.validation] == [0, 4, 5, 8, 10]
+    assert seen == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+    assert RunFolder(tmp_path / "run").load("latest").state.step == 10
+    assert (tmp_path / "run" / "checkpoints" / "step-00000008").is_dir()
+    assert n_bytes == trainer.checkpoint_bytes()

@@ -58,6 +58,8 @@ MODELS = ("bigram", "gpt")  # by default
 TRAINED = " (trained)"  # ends the name of a model that `compare` trains
 MAX_TOKENS = 300_000  # scored
 MAX_TRAININGS = 64
+# settings of `train` that a model's own config has
+OWN_TRAIN_KEYS = ("ngram_target_weight", "teachers", "students")
 MAX_BIGRAM_GAP = 0.1  # nats
 PLUS_MINUS = "±: twice the standard error of the difference"
 PLUS_MINUS_OF_SEEDS = (
@@ -497,8 +499,7 @@ def model_config(config: Config, name: str) -> Config:
     values = {key: getattr(own, key).model_dump() for key in ("model", "optim", "schedule")}
     values["model"]["block_size"] = config.model.block_size
     train = own.train  # what it learns from
-    keys = ("ngram_target_weight", "teachers", "students")
-    values |= {f"train.{key}": getattr(train, key) for key in keys}
+    values |= {f"train.{key}": getattr(train, key) for key in OWN_TRAIN_KEYS}
     return config.with_values(values)
 
 
@@ -569,7 +570,7 @@ def sweep_of(
         tree = load_config(source).model_dump(exclude_unset=True)
         unused = [f"{part}.{key}" for part in ("text", "train") for key in tree.get(part, ())]
         unused += ["model.block_size"] if "block_size" in tree.get("model", ()) else []
-        unused = [key for key in unused if key != "train.ngram_target_weight"]
+        unused = [key for key in unused if key.removeprefix("train.") not in OWN_TRAIN_KEYS]
         if unused:
             logger.warning(f"{source}: not used, since all models share them: {', '.join(unused)}")
     choices = [[(key, *each) for each in values.items()] for key, values in swept.items()]

@@ -152,7 +152,8 @@ def evaluate_run(
     reference = baselines.evaluate(val, max_tokens=scored, span=run.model.block_size)
     mixture = evaluate_tokens(mixture_run.model, val, max_tokens=scored) if mixture_run else None
     n_val, origin = corpus.count_characters("val"), corpus.origin("val")
-    epochs = run.step * run.config.tokens_per_step / len(corpus.split("train"))
+    n_steps = run.step - run.config.model_start(run.step)
+    epochs = n_steps * run.config.tokens_per_step / len(corpus.split("train"))
     unlike, repeats = compare_splits(corpus), warn_of_repeats(corpus)
     return RunScores(reference, losses, n_val, mixture, unlike, epochs, origin, repeats)
 
@@ -184,10 +185,11 @@ def describe_mixture(scores: RunScores, mixture: Evaluation) -> str:
     return f"The mixture of gpt and n-gram models is {words}{use}."
 
 
-def of_last_model(run: Run, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the metrics since the run's last student has started; all if it has none."""
-    started = max((at for at in run.config.train.students if at < run.step), default=-1)
-    return [record for record in records if record["step"] > started]
+def of_model(run: Run, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the metrics of the model that the run holds: with students, it is one of several."""
+    started = run.config.model_start(run.step)
+    end = min((at for at in run.config.train.students if at >= run.step), default=math.inf)
+    return [record for record in records if (started or -1) < record["step"] <= end]
 
 
 def changes_in_second_half(records: Sequence[Mapping[str, Any]]) -> tuple[float, float] | None:
@@ -235,7 +237,7 @@ def summarize(run: Run, scores: RunScores, records: Sequence[Mapping[str, Any]])
     unlike = scores.split_difference.warning if scores.split_difference else ""
     warnings = filter(None, (unlike, scores.repeats))
     sentences += [f"{warning[0].upper()}{warning[1:]}." for warning in warnings]
-    records = of_last_model(run, records)
+    records = of_model(run, records)
     curve, best = validation_curve(records), run.state.best_nats_per_char
     last = curve[-1][1] if curve else val.nats_per_char
     if has_diverged(last, scores, records):

@@ -114,7 +114,9 @@ def _name_of(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(get_args(annotation))
     if get_origin(annotation) is tuple:
-        return "list of texts" if get_args(annotation)[0] is str else "list of pairs"
+        first = get_args(annotation)[0]
+        pairs = "list of pairs" if get_origin(first) is tuple else "list of integers"
+        return "list of texts" if first is str else pairs
     return TYPES[annotation]
 
 

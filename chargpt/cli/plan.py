@@ -193,7 +193,8 @@ def print_plan(corpus: Corpus, card: Gpu, runs: list[PlannedRun]) -> None:
         f"device  {run.gpus:,} x {card.name}: {console.size(run.memory_bytes)} of "
         f"{console.size(card.memory)} of memory each",
         f"plan    {train.max_steps:,} steps x {train.batch_size:,} sequences x {model.block_size} "
-        f"tokens = {console.short(run.characters)} characters ({console.short(run.epochs)} epochs) "
+        f"tokens = {console.short(run.characters)} characters ({console.short(run.epochs)} epochs"
+        f"{f' of {n + 1} models in turn' if (n := len(train.students)) else ''}) "
         f"in {console.duration(run.seconds)}",
         f"step    {1000 * run.step_seconds:,.2f} ms{sent if run.gpus > 1 else ''}",
         f"{describe_loss(run)}",

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from chargpt.analysis.report import write_report
-from chargpt.analysis.result import RunScores, evaluate_run, of_last_model, summarize
+from chargpt.analysis.result import RunScores, evaluate_run, of_model, summarize
 from chargpt.cli import console, options, runs, tables
 from chargpt.errors import ChargptError, Stopped
 from chargpt.files import quoted
@@ -55,7 +55,7 @@ def _show_result(session: Session, *, json_: bool) -> None:
     best = load_run(folder.path, "best", str(trainer.device))
     with console.say_if_slow("scoring ..."):
         scores = final_scores(session, best)
-    records = of_last_model(best, best.records())
+    records = of_model(best, best.records())
     sentences = summarize(best, scores, records)
     forgotten = forgetting(base, best) if (base := session.base_run) else None
     if base and forgotten:

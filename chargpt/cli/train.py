@@ -164,7 +164,7 @@ def describe_plan(session: Session) -> list[str]:
         ngram_bytes += max(0, MIXTURE_CHUNK_BYTES + MIXTURE_BYTES * n_counted - n_bytes)
     students = ""
     if n_students := sum(step >= trainer.state.step for step in config.train.students):
-        students = f" in all: a model, then {n_students} of its size, each a student of the last"
+        students = f" of a model, then {n_students} more, each a student of the one before"
     counting_bytes = max(COUNTING_BYTES * n_counted, DOCUMENT_BYTES * corpus.n_documents)
     needed = max(counting_bytes, ngram_bytes + n_bytes)
     return [

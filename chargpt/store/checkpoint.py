@@ -107,8 +107,8 @@ class Checkpoint:
 
     @property
     def teacher_weights(self) -> dict[str, Tensor] | None:
-        """The weights of the student's teacher; None before the first of `train.students`."""
-        if not any(step < self.state.step for step in self.config.train.students):
+        """The weights of the student's teacher; None before the first student, or if not read."""
+        if not (self.optimizer and self.config.model_start(self.state.step)):
             return None
         return {n[8:]: t for n, t in self.optimizer.items() if n.startswith("teacher.")}
 

@@ -27,6 +27,7 @@ from chargpt.training.deadline import (
     Pace,
     mixture_seconds,
     scoring_seconds,
+    steps_of,
 )
 from chargpt.training.learner import Learner, explained_memory_errors
 from chargpt.training.planner import MIXTURE_CHARACTERS, Planner
@@ -72,8 +73,7 @@ def plan_run(
         ConfigError: `train.max_steps` is fixed too.
         OperationError: the fewest useful steps would take more than twice the budget.
     """
-    replanned = {f"schedule.{name}": () for name in REPLANNED}
-    config = config.with_values({**replanned, "train.students": ()})
+    config = config.with_values(dict.fromkeys(REPLANNED, ()))
     mixing = Trials(corpus, group).measure_mixing(config)
     config = with_mixture_split(config, corpus, deadline, fixed_keys, mixing)
     corpus = corpus.with_settings(mixture_characters=config.text.mixture_characters)
@@ -110,7 +110,7 @@ def plan_more_steps(
     pace.deadline.require(fewest)
     pace.deadline = pace.deadline.extended_for(fewest)
     affordable = int(INITIAL_FRACTION * pace.deadline.remaining * speed / config.tokens_per_step)
-    n_steps = max(MIN_STEPS, affordable)
+    n_steps = max(MIN_STEPS, steps_of(config, step, affordable))
     pace.config = config.with_values({"train.max_steps": step + n_steps})
     return pace
 

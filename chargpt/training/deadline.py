@@ -259,9 +259,7 @@ class Pace:
         config = self.config
         if self.deadline.extension:
             config = with_max_steps(config, 0, MIN_STEPS)
-        n_steps = config.train.max_steps
-        of_students = sum(n_steps - first for first in config.train.students[:1])
-        seconds = self.seconds_of((n_steps + TEACHER_COST * of_students) / INITIAL_FRACTION)
+        seconds = self.seconds_of(work_of(config, 0, config.train.max_steps) / INITIAL_FRACTION)
         return config, min(self.deadline.remaining, seconds)
 
     def start(self, config: Config, step: int) -> None:
@@ -324,7 +322,7 @@ class Pace:
             return None
         if step < self.replan_step and remaining >= self.replan_remaining:
             return None
-        step_seconds = (now - since) / (step - first)
+        step_seconds = (now - since) / work_of(config, first, step)
         # an extended budget ends early where it can, instead of training more steps
         seconds = remaining - self.deadline.extension
         config = replanned_config(config, step, step_seconds, seconds, self.step_limit)
@@ -340,14 +338,26 @@ def replanned_config(
     Args:
         config: of the run so far.
         step: number of steps done.
-        step_seconds: measured time of a step, validation and saving included.
+        step_seconds: measured time of a step without a teacher, validation and saving included.
         seconds: until the last step has to be done.
         step_limit: of the number of all steps, however much time remains.
     """
     fewest = min(MIN_STEPS, config.train.max_steps) - step
     affordable = int(REPLANNED_FRACTION * seconds / step_seconds)
-    n_steps = max(1, min(max(fewest, affordable), step_limit - step))
+    n_steps = max(1, min(max(fewest, steps_of(config, step, affordable)), step_limit - step))
     return with_max_steps(config, step, step + n_steps)
+
+
+def work_of(config: Config, first: int, last: int) -> float:
+    """Return the time of the steps after `first` up to `last`, in steps without a teacher."""
+    n_taught = max(0, last - max(first, min(config.train.students, default=last)))
+    return last - first + TEACHER_COST * n_taught
+
+
+def steps_of(config: Config, step: int, work: float) -> int:
+    """Return how many steps after `step` have this work, see `work_of`."""
+    untaught = max(0, min(config.train.students, default=sys.maxsize) - step)
+    return int(min(work, untaught) + max(0.0, work - untaught) / (1 + TEACHER_COST))
 
 
 def with_max_steps(config: Config, step: int, max_steps: int) -> Config:

@@ -23,7 +23,7 @@ from chargpt.text.corpus import MIN_BLOCK_SIZE, Corpus, Split
 from chargpt.text.prepare import load_corpus
 from chargpt.text.source import CHUNK_BYTES, Places, find_text, opened, split_source, text_pieces
 from chargpt.text.tokenizer import Tokens
-from chargpt.training.deadline import Deadline
+from chargpt.training.deadline import Deadline, work_of
 from chargpt.training.learner import training_bytes
 from chargpt.training.optim import COEFFICIENTS
 from chargpt.training.planner import USABLE_MEMORY, Planner, predicted_loss, useful_ranks
@@ -138,7 +138,7 @@ class PlannedRun:
     @property
     def seconds(self) -> float:
         """The time of all steps."""
-        return self.config.train.max_steps * self.step_seconds
+        return work_of(self.config, 0, self.config.train.max_steps) * self.step_seconds
 
     @property
     def speed(self) -> float:
@@ -156,7 +156,7 @@ def planned_run(config: Config, corpus: Corpus, speed: float, gpus: int = 1) -> 
     return PlannedRun(
         config,
         gpus,
-        useful_ranks(config, n_tokens),
+        useful_ranks(config, n_tokens / n_models),
         parameters,
         characters=n_tokens * corpus.characters_per_token,
         epochs=n_tokens / train_tokens,

@@ -28,6 +28,7 @@ from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import META, prepare
 from chargpt.text.source import STDIN, find_text
 from chargpt.training.budget import expected_seconds, plan_more_steps
+from chargpt.training.deadline import with_max_steps
 from chargpt.training.learner import explained_memory_errors
 from chargpt.training.optim import decay_start, lr_factor_at
 from chargpt.training.start import Request, Session, StartMode, deadline_of
@@ -316,6 +317,8 @@ def continue_schedule(before: Config, after: Config, step: int) -> Config:
     old, new, schedule = before.train.max_steps, after.train.max_steps, after.schedule
     if new <= step or new == old or schedule != before.schedule:
         return after
+    if step <= max(before.train.students, default=-1):  # the last one has not started
+        return with_max_steps(after.with_values({"train.max_steps": old}), step, new)
     decay_begins = decay_start(schedule, old) if schedule.kind == "wsd" else old
     if schedule.restarts:
         decay_begins = schedule.restarts[-1][0]

@@ -153,8 +153,13 @@ class Request:
             duration = DEFAULT_BUDGET
         if duration is None:
             return None, fixed_keys
-        if "train.max_steps" not in self.settings:  # of a config: the budget takes precedence
-            fixed_keys -= {"train.max_steps"}
+        if self.settings.get("train.students"):
+            raise ConfigError(
+                "a budget plans train.students itself; drop that setting, or give train.max_steps "
+                "in place of the budget"
+            )
+        # of a config: the budget takes precedence
+        fixed_keys -= {"train.max_steps", "train.students"}.difference(self.settings)
         return deadline_of(duration, self.started, fixed_keys), fixed_keys
 
 

@@ -262,7 +262,7 @@ class Trainer:
             # with several ranks only the norm, which is the same on all: they stop together
             self._require_finite(loss if self.group.world_size == 1 else 0.0, norm, step + 1)
             self.last_loss = loss
-        self.learner.apply_update(step, lr_factor)
+        self.learner.apply_update(step - self.config.model_start(step + 1), lr_factor)
         self.state = replace(self.state, step=step + 1)
         self.pending.append((step + 1, lr_factor, report.loss, report.grad_norm))
         if self._is_due(METRICS_EVERY) and self._may_synchronize():
@@ -332,8 +332,9 @@ class Trainer:
         report.speed = self.speed
 
     def _is_due(self, every: int) -> bool:
-        """Return whether work done every `every` steps is due; after the last step it always is."""
-        return self.state.step % every == 0 or self.finished
+        """Return whether work done every `every` steps is due; after a model's last one it is."""
+        step = self.state.step
+        return step % every == 0 or step in self.config.train.students or self.finished
 
     # -- validation -------------------------------------------------------------------------
 
@@ -501,7 +502,10 @@ class Trainer:
     def checkpoint_bytes(self) -> int:
         """Return the approximate size of a checkpoint in bytes."""
         tensors = (tensor for part in self.learner.state_dicts() for tensor in part.values())
-        return sum(tensor.nbytes for tensor in tensors)
+        n_bytes = sum(tensor.nbytes for tensor in tensors)
+        if self.config.train.students and self.learner.teacher is None:  # later ones hold a teacher
+            n_bytes += sum(parameter.nbytes for parameter in self.model.parameters())
+        return n_bytes
 
     def _seconds(self) -> float:
         """Return the training time so far, earlier sessions included."""
