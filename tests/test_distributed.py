@@ -106,7 +106,7 @@ def test_two_ranks_train_to_the_losses_of_one_process(
     together = torchrun(*args, "--out", "together", cwd=tmp_path, program=program)
     assert together.returncode == 0, together.stderr
     one, two = losses(tmp_path / "alone"), losses(tmp_path / "together")
-    assert len(one) == len(two) == 8 + 3
+    assert len(one) == len(two) == 8 + 4
     assert two == pytest.approx(one, abs=1e-5)
     assert together.stderr.count("vocab ") == 1  # only rank 0 prints
     assert "x 2 processes" in together.stderr

@@ -201,7 +201,7 @@ def changes_in_second_half(records: Sequence[Mapping[str, Any]]) -> tuple[float,
     if len(curve) < 2:
         return None
     last_step, last = curve[-1]
-    half = (curve[0][0] + last_step) / 2
+    half = (records[0]["step"] + last_step) / 2
     middle_step, middle = min(curve[:-1], key=lambda point: abs(point[0] - half))
     change = change_of_training_loss(records, middle_step, last_step)
     return None if math.isnan(change) else (last - middle, change)
