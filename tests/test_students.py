@@ -201,7 +201,7 @@ def test_students_that_cannot_be_trained_are_rejected(
 
 def test_a_plan_names_students_and_a_teacher_that_is_damaged_is_noticed(cli: Cli) -> None:
     done = cli("train", TEXT, *QUICK, *TWO, "--out", "run")
-    assert "epochs of a model, then 2 more, each a student of the one before" in done.stderr
+    assert "epochs, of a model and then 2 students in turn)" in done.stderr
     folder = Path("run/checkpoints/step-00000006")
     saved = read_checkpoint(folder)
     require_intact(saved)
@@ -261,8 +261,8 @@ def test_each_model_is_validated_and_saved_at_its_end_and_its_averages_are_its_o
     update, seen = trainer.learner.apply_update, list[int]()
     trainer.learner.apply_update = lambda step, rate: (seen.append(step), update(step, rate))
     reports = [*trainer.steps()]
-    assert [r.step for r in reports if r.validation] == [0, 4, 5, 8, 10]
+    assert [r.step for r in reports if r.validation] == [0, 4, 5, 9, 10]
     assert seen == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
     assert RunFolder(tmp_path / "run").load("latest").state.step == 10
-    assert (tmp_path / "run" / "checkpoints" / "step-00000008").is_dir()
+    assert (tmp_path / "run" / "checkpoints" / "step-00000009").is_dir()
     assert n_bytes == trainer.checkpoint_bytes()

@@ -164,7 +164,8 @@ def describe_plan(session: Session) -> list[str]:
         ngram_bytes += max(0, MIXTURE_CHUNK_BYTES + MIXTURE_BYTES * n_counted - n_bytes)
     students = ""
     if n_students := sum(step >= trainer.state.step for step in config.train.students):
-        students = f" of a model, then {n_students} more, each a student of the one before"
+        what = "its student" if n_students == 1 else f"{n_students} students in turn"
+        students = f", of a model and then {what}"
     counting_bytes = max(COUNTING_BYTES * n_counted, DOCUMENT_BYTES * corpus.n_documents)
     needed = max(counting_bytes, ngram_bytes + n_bytes)
     return [

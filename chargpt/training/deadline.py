@@ -399,6 +399,8 @@ def has_linear_decay(schedule: ScheduleConfig) -> bool:
 def next_replan_step(config: Config, step: int) -> int | None:
     """Return the step after which to re-plan next: where the decay begins, then half way on.
 
+    With students or other restarts it is half way from the start on.
+
     `step` is that of the last re-planning, 0 for none. The result is None when less than an eighth
     of the steps remains, or the schedule has no decay to re-plan, as `cosine` has none.
     """

@@ -8,7 +8,10 @@ by `scripts/fit_scaling_law.py`:
 `unique` being the unique-token equivalents of all tokens read (`unique_token_equivalents`). The
 speed of each size is measured, and gives the length of its training:
 
-    steps = 0.93 * remaining seconds * tokens per second / tokens per step, of at most 40 epochs
+    steps = 0.93 * remaining seconds * tokens per second / tokens per step
+
+A model reads the text at most 40 times. If a text would be read often, several models are trained
+in turn, each a student of the one before.
 
 All choices go into the config, which repeats the run without a budget. While the run trains, its
 number of steps is re-planned (deadline.py).

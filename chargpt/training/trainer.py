@@ -333,8 +333,9 @@ class Trainer:
 
     def _is_due(self, every: int) -> bool:
         """Return whether work done every `every` steps is due; after a model's last one it is."""
-        step = self.state.step
-        return step % every == 0 or step in self.config.train.students or self.finished
+        step, config = self.state.step, self.config
+        is_last = self.finished or step in config.train.students
+        return (step - config.model_start(step)) % every == 0 or is_last
 
     # -- validation -------------------------------------------------------------------------
 
