@@ -116,7 +116,10 @@ def measure(text: Path) -> list[dict[str, Any]]:
             for name, run in runs.items():
                 add(f"one of {epochs} epochs", run, name)
         for (what, runs), epochs in zip(groups.items(), STUDENTS, strict=True):
-            given = {"train.teachers": [run.folder for run in runs.values()], "model.dropout": 0.0}
+            given: dict[str, Any] = {
+                "train.teachers": [run.folder for run in runs.values()],
+                "model.dropout": 0.0,
+            }
             student = case.train(f"student of {what}", epochs, 100, **given)
             add(f"mean probabilities of {what}", mix(list(runs.values())), *runs)
             add(f"student of {what}, {epochs} epochs", student, *runs, f"student of {what}")
