@@ -524,7 +524,7 @@ class Config(Settings):
         return self
 
     def model_start(self, step: int) -> int:
-        """Return the number of steps before the model that is trained in the last of `step`."""
+        """Return after how many steps the model that step `step` (1, 2, ...) trains was started."""
         return max((at for at in self.train.students if at < step), default=0)
 
     @property

@@ -17,7 +17,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -86,6 +86,8 @@ class Learner:
             loaded.
     """
 
+    teacher: LanguageModel | None = None
+
     def __init__(
         self,
         config: Config,
@@ -99,7 +101,7 @@ class Learner:
     ) -> None:
         train = config.train
         self.seed, self.model_config, self.train_config = config.seed, config.model, train
-        self.dropout, self.teacher = config.model.dropout, cast("LanguageModel | None", None)
+        self.dropout = config.model.dropout
         self.corpus, self.group, self.device = corpus, group, device
         self.dtype = DTYPES[config.dtype]
         parts = train.micro_batches * group.world_size

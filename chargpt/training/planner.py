@@ -103,8 +103,8 @@ FULL_WEIGHT_DECAY_EPOCHS = 5  # from it on, weight decay is whole
 MIN_WEIGHT_DECAY = 0.2  # fraction of the weight decay in runs of up to one epoch
 # (overfitting, dropout), where overfitting = epochs * sqrt(parameters / train_tokens)
 DROPOUT = ((24, 0.2), (8, 0.1), (0, 0.0))
-# much over-fitting, in many epochs, is better split between models that are students of each other;
-# from these values on between two of them
+# much over-fitting, in many epochs, is better split between models, each a student of the one
+# before; from these values on between two of them
 MAX_MODELS, SPLIT_OVERFITTING, SPLIT_EPOCHS = 3, 30, 20
 FULL_NGRAM_WEIGHT_UNTIL = 1_200_000  # beyond it, that of soft targets falls as 1 / tokens
 REPEATED_EPOCHS = 2  # from it on, at least this fraction of their weight stays:
