@@ -1,6 +1,7 @@
 """Students: models that a run trains one after the other, each with the one before as teacher."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,22 +11,25 @@ from conftest import REPOSITORY, Cli, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from shared_runs import QUICK
+from starting import pace_of
 from test_planner import choose, rates
 
+from chargpt.analysis.compare import model_config
 from chargpt.analysis.result import of_model
 from chargpt.config import Config, load_config
 from chargpt.distributed import RankGroup
-from chargpt.errors import RunError
+from chargpt.errors import ConfigError, RunError
 from chargpt.models import build_model
 from chargpt.store.checkpoint import read_checkpoint
 from chargpt.store.folder import RunFolder
 from chargpt.store.verify import require_intact
 from chargpt.text.corpus import Corpus
 from chargpt.text.prepare import load_corpus
-from chargpt.training.deadline import steps_of, with_max_steps, work_of
+from chargpt.training.deadline import Deadline, steps_of, with_max_steps, work_of
 from chargpt.training.learner import Learner
 from chargpt.training.planner import with_students
 from chargpt.training.resume import continue_schedule
+from chargpt.training.start import Request
 from chargpt.training.trainer import Trainer
 
 TEXT = REPOSITORY / "data" / "lighthouse.txt"
@@ -170,6 +174,8 @@ def test_a_short_text_with_much_time_is_read_by_a_model_and_its_students(
         steps = config.train.max_steps / (1 + len(config.train.students))
         assert [at / steps for at in config.train.students] == [1, 2][: len(config.train.students)]
         assert config.train.evaluate_every <= steps
+    pace = choose(load_config("gpt"), (), corpus, 3600.0)
+    assert pace.step_limit >= pace.config.train.max_steps
     longest = planned(3600.0)
     epochs = longest.train.max_steps * longest.tokens_per_step / n_train
     assert epochs == pytest.approx(120, rel=0.02)
@@ -205,6 +211,7 @@ def test_a_plan_names_students_and_a_teacher_that_is_damaged_is_noticed(cli: Cli
     folder = Path("run/checkpoints/step-00000006")
     saved = read_checkpoint(folder)
     require_intact(saved)
+    require_intact(replace(saved, optimizer={}))  # as of an imported run
     assert saved.teacher_weights is not None
     del saved.optimizer[f"teacher.{next(iter(saved.teacher_weights))}"]
     with pytest.raises(RunError, match="do not match its config"):
@@ -266,3 +273,27 @@ def test_each_model_is_validated_and_saved_at_its_end_and_its_averages_are_its_o
     assert RunFolder(tmp_path / "run").load("latest").state.step == 10
     assert (tmp_path / "run" / "checkpoints" / "step-00000009").is_dir()
     assert n_bytes == trainer.checkpoint_bytes()
+
+
+def test_replanning_counts_the_forward_pass_of_a_teacher_once() -> None:
+    config = with_students(Config().with_values({"train.max_steps": 100}), 2)
+    now = [0.0]
+    pace = pace_of(Deadline.from_budget(1000, 0.0, lambda: now[0]), config)
+    pace.start(config, 100)
+    now[0] += 50 * 1.25
+    new = pace.replanned(config, 150)
+    assert new is not None
+    expected = 0.95 * pace.deadline.remaining / 1.25  # as fast as the student's steps so far
+    assert new.train.max_steps - 150 == pytest.approx(expected, abs=1)
+
+
+def test_a_budget_plans_the_students_of_a_config_again_and_takes_none_from_the_user(
+    tmp_path: Path,
+) -> None:
+    values = {"train.students": (2,), "schedule.restarts": ((2, 1.0),)}
+    (tmp_path / "config.yaml").write_text(Config().with_values(values).to_yaml())
+    request = Request(config=str(tmp_path / "config.yaml"), budget="20s")
+    assert "train.students" not in request.deadline()[1]
+    with pytest.raises(ConfigError, match="students itself"):
+        Request(settings=values, budget="20s").deadline()
+    assert model_config(Config().with_values(values), "bigram").train.students == ()
