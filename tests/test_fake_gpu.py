@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from chargpt.analysis import doctor
 from chargpt.config import Config, load_config
+from chargpt.errors import CaptureError
 from chargpt.inference import decoders
 from chargpt.inference.decoders import GraphDecoder, ModelDecoder, NumpyDecoder, build_decoder
 from chargpt.models.gpt import GPT
@@ -168,6 +169,43 @@ def test_training_with_cuda_graphs_or_a_failed_capture_has_the_losses_of_trainin
     assert (-1 in found[0], found[0][-1] > 0) == (dtype == "float16", True)
     # gradients and update, and some that check a graph
     assert FakeGraph.replays >= 2 * 13 if is_capturable else FakeGraph.replays == 0
+
+
+def test_without_new_graphs_after_a_rollback_training_goes_on_with_its_ranks(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    enable_graphs(monkeypatch)
+    training = make_trainer(corpus, RunFolder(tmp_path / "run"))
+    before = train(training, 7)
+    training.save()
+    failing = Mock(side_effect=CaptureError("capture failed (out of memory)"))
+    monkeypatch.setattr(learner, "capture_graph", failing)
+    monkeypatch.setattr(learner.Learner, "_wrap_for_ddp", lambda self: wrapped.append(self.model))
+    wrapped = list[GPT]()
+    training.roll_back(8)
+    assert "capture failed (out of memory): training works" in caplog.text
+    assert wrapped == [training.model]
+    training.learner.ddp_model = training.model
+    replays = FakeGraph.replays
+    assert min(before[::2]) > train(training, 20)[-2] > 0
+    assert FakeGraph.replays == replays
+
+
+def test_teachers_with_shorter_blocks_are_captured(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "narrow")
+    narrow = make_trainer(corpus, folder, **{"model.block_size": 8})
+    train(narrow, 5)
+    narrow.save()
+    found = []
+    for is_captured in (False, True):
+        if is_captured:
+            enable_graphs(monkeypatch)
+        training = make_trainer(corpus, **{"train.teachers": [str(folder.path)]})
+        assert (training.learner.captured_update is not None) == is_captured
+        found.append(train(training, 5))
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 
 def test_a_decoder_replays_one_cuda_graph_and_does_without_one_that_gives_another_result(

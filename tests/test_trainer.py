@@ -20,6 +20,7 @@ from starting import create_run, resume
 
 import chargpt
 from chargpt.config import Config, load_config
+from chargpt.distributed import RankGroup
 from chargpt.errors import DeviceError, DivergedError, OperationError, RunError, UnsavedError
 from chargpt.inference.evaluation import Baselines
 from chargpt.store.checkpoint import RunState
@@ -266,6 +267,24 @@ def test_float16_skips_steps_whose_gradients_overflow_and_trains_like_float32(
     assert resumed.learner.scaler is not None
     assert resumed.learner.scaler.scale == scaler.scale
     assert resumed.learner.scaler.growth_tracker == 12 - n_skipped
+
+
+def test_a_step_that_is_skipped_pulls_no_weight_towards_the_base_run(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    train(tiny_config(), corpus, tmp_path / "base")
+    base_run = load_run(tmp_path / "base", "3")
+    settings = {"train.from_run": str(base_run.folder), "optim.l2_sp": 0.5}
+    config = tiny_config(dtype="float16", **settings)
+    trained = Learner(config, corpus, RankGroup(), torch.device("cpu"), base_run=base_run)
+    assert trained.scaler is not None
+    for scale, is_skipped in ((2.0**6, False), (2.0**30, True), (2.0**6, False)):
+        trained.scaler.scale.fill_(scale)
+        before = [p.detach().clone() for p in trained.model.parameters()]
+        trained.accumulate_gradients(1)
+        assert (trained.clip_gradients() == -1) == is_skipped
+        trained.apply_update(1, 1.0)
+        assert all(map(torch.equal, before, trained.model.parameters())) == is_skipped
 
 
 def test_a_gradient_of_zero_is_no_overflow_of_float16(tmp_path: Path) -> None:
@@ -653,18 +672,26 @@ def test_a_shipped_bigram_trains_to_the_loss_of_the_counted_bigram(
     assert trainer.learner.evaluate(split).nats_per_char == pytest.approx(counted, abs=tolerance)
 
 
-def test_a_run_of_a_missing_device_resumes_on_the_cpu_in_the_dtype_asked_for(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_run_of_a_missing_device_resumes_on_the_one_here_in_the_dtype_asked_for(
+    device: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Mock(return_value=(torch.device("cpu"), "a P100 has no kernels"))
+    here = {"cuda": "cpu", "cuda:1": "cuda"}[device]  # of which there is one GPU
+
+    def choose(name: str) -> tuple[torch.device, str]:
+        if name not in ("auto", here):
+            raise DeviceError(f"device {name!r} is not available")
+        return torch.device(here), "a P100 has no kernels"
+
+    found = Mock(side_effect=choose)
     monkeypatch.setattr("chargpt.training.resume.choose_device", found)
     folder = RunFolder(tmp_path / "run")
     trainer = start_trainer(tiny_config(**{"train.max_steps": 4}), corpus, folder.path)
-    trainer.config = trainer.config.with_values({"device": "cuda", "dtype": "bfloat16"})
+    trainer.config = trainer.config.with_values({"device": device, "dtype": "bfloat16"})
     trainer.save()
     _, config, notes = resume(folder, {})
-    assert (config.device, config.dtype) == ("cpu", "auto")
-    reason = "cuda is not available, so the run continues on cpu (a P100 has no kernels)"
+    assert (config.device, config.dtype) == (here, "auto" if here == "cpu" else "bfloat16")
+    reason = f"{device} is not available, so the run continues on {here} (a P100 has no kernels)"
     assert reason in notes
     assert resume(folder, {"dtype": "float32"})[1].dtype == "float32"
     found.reset_mock()

@@ -40,6 +40,7 @@ from chargpt.distributed import RankGroup
 from chargpt.errors import CaptureError, ConfigError, DeviceError, RunError, is_out_of_memory
 from chargpt.files import quoted
 from chargpt.inference.evaluation import Baselines, Evaluation, evaluate_tokens
+from chargpt.log import logger
 from chargpt.models import LanguageModel, build_model, count_parameters, rotary_bytes
 from chargpt.models.kernels import MAX_PRODUCT_ROW_BYTES
 from chargpt.models.ngram import NGramLM
@@ -195,8 +196,7 @@ class Learner:
             teacher = deepcopy(self.model)
             load_weights(teacher, saved.teacher_weights, saved.folder)
         self._set_teacher(teacher)
-        if self.captured_update is not None:  # of the optimizer before
-            self._capture()
+        self._capture_again()
 
     def start_student(self, number: int, optim: OptimConfig) -> None:
         """Start from random weights again, as student `number` (1, 2, ...), of the model so far.
@@ -212,9 +212,7 @@ class Learner:
         self.model.load_state_dict(model.state_dict())
         self._share_weights()
         self._start_optimizer(optim)
-        if self.captured_update is not None:
-            self._capture()
-            self.ddp_model = self._wrap_for_ddp()  # if it failed now
+        self._capture_again()
 
     def _start_optimizer(self, optim: OptimConfig) -> None:
         self.optimizer = Optimizer(self.model, optim, self.dtype, self.group)
@@ -270,6 +268,15 @@ class Learner:
         (objective / self.train_config.micro_batches).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
+    def _capture_again(self) -> None:
+        """Replace CUDA graphs, if there are any, which are of another optimizer."""
+        if self.captured_update is None:
+            return
+        self._capture()
+        self.ddp_model = self._wrap_for_ddp()  # if that failed
+        if self.group.is_main and self.capture_error is not None:
+            logger.warning(self.capture_error)
+
     def _capture(self) -> None:
         """Capture the forward and backward pass and the update as CUDA graphs.
 
@@ -303,7 +310,8 @@ class Learner:
             optimizer.load_state_dict(state)
             self.model.zero_grad(set_to_none=True)
         if group.all_reduce_any(self.capture_error is not None):  # with DDP they would not match
-            self.capture_error = self.capture_error or "CUDA graph capture failed on another rank"
+            cause = self.capture_error or "CUDA graph capture failed on another rank"
+            self.capture_error = f"{cause}: training works, but a small model trains more slowly"
             return
         self._share_weights()  # as DDP does
 
@@ -378,7 +386,9 @@ class Learner:
         self.model.zero_grad(set_to_none=True)
         weights = list[Tensor](self.model.parameters())
         if self.initial_weights:  # L2-SP (Li, Grandvalet and Davoine 2018), decoupled
-            torch._foreach_lerp_(weights, self.initial_weights, self.l2_sp * lr_factor)
+            pull = self.l2_sp * factor  # of a step that is skipped, 0
+            pulls = [pull] * len(weights) if isinstance(pull, Tensor) else pull
+            torch._foreach_lerp_(weights, self.initial_weights, pulls)
         if self.ema_weights is not None:
             # a smaller decay at first, so that the random initial weights are soon forgotten
             decay = min(self.train_config.ema, (1 + step) / (10 + step))

@@ -15,7 +15,7 @@ import torch
 from chargpt.config import Config
 from chargpt.device import choose_device
 from chargpt.distributed import RankGroup
-from chargpt.errors import ConfigError, FinishedError, RunError, TextError
+from chargpt.errors import ConfigError, DeviceError, FinishedError, RunError, TextError
 from chargpt.files import exists, expand_user, quoted
 from chargpt.inference.evaluation import Baselines
 from chargpt.log import logger
@@ -281,13 +281,15 @@ def continued_config(saved: Checkpoint, config: Config) -> Config:
 
 def _on_this_machine(config: Config, saved: Checkpoint, changes: Mapping[str, object]) -> Config:
     """Return the config with a device and threads that this machine has."""
-    kind = config.device.split(":")[0]
-    if kind != "cpu" and "device" not in changes:
-        device, reason = choose_device("auto")
-        if kind != device.type:
+    if config.device != "cpu" and "device" not in changes:
+        try:
+            choose_device(config.device)
+        except DeviceError:
+            device, reason = choose_device("auto")
             now = f"{device.type} ({reason})"
             logger.warning(f"{config.device} is not available, so the run continues on {now}")
-            dtype = {} if "dtype" in changes else {"dtype": "auto"}
+            is_same = config.device.startswith(device.type) or "dtype" in changes
+            dtype = {} if is_same else {"dtype": "auto"}
             config = config.with_values({"device": device.type, **dtype})
     if (config.threads or 0) > (os.cpu_count() or 1):
         config = config.with_values({"threads": None})  # saved on a machine with more cores

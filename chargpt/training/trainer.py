@@ -188,7 +188,7 @@ class Trainer:
             pace.start(self.config, self.state.step)
         had_errors = False
         if self.group.is_main and (error := self.learner.capture_error) is not None:
-            logger.warning(f"{error}: training works, but a small model trains more slowly")
+            logger.warning(error)
         try:
             for report in self._reports():
                 has_moved = self.folder is not None and self.folder.moved_from is not None
