@@ -172,7 +172,10 @@ def test_training_with_cuda_graphs_or_a_failed_capture_has_the_losses_of_trainin
 
 
 def test_without_new_graphs_after_a_rollback_training_goes_on_with_its_ranks(
-    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     enable_graphs(monkeypatch)
     training = make_trainer(corpus, RunFolder(tmp_path / "run"))
