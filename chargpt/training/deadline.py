@@ -26,7 +26,10 @@ MIN_SECONDS = 5  # of a budget
 LATE = 1.1  # of the announced time: a command that takes longer says so
 MIN_STEPS = 20  # fewer are of little use
 OVERRUN = 0.08  # fraction of the budget by which the first MIN_STEPS may exceed it
-MAX_EPOCHS = 40  # of a plan; more over-fit
+EPOCH_LIMIT_NOTE = (  # of a plan
+    "training ends before its time, since more epochs would only over-fit most texts; --resume "
+    "with -s train.max_steps=N trains longer"
+)
 TEACHER_COST = 0.25  # of a teacher's forward pass, relative to a step without one
 INITIAL_FRACTION = 0.93  # of the time, for training steps before re-planning
 # settings that planning and re-planning change
@@ -71,15 +74,6 @@ def parse_duration(duration: str | float) -> float:
     if total < MIN_SECONDS:
         raise ConfigError(f"{text} is too short to train in; give {MIN_SECONDS}s or more")
     return total
-
-
-def epoch_limit_note(config: Config) -> str:
-    """Return what to say of a plan that ends after `MAX_EPOCHS`."""
-    models = f" with each of {n + 1} models" if (n := len(config.train.students)) else ""
-    return (
-        f"training ends before its time, after {MAX_EPOCHS} epochs{models}, since more would only "
-        "over-fit most texts; --resume with -s train.max_steps=N trains longer"
-    )
 
 
 @dataclass(frozen=True)
@@ -301,7 +295,7 @@ class Pace:
             if abs(new - old) >= max(NOTED_STEPS, NOTED_CHANGE * old):
                 cause = f"training is {'slower' if new < old else 'faster'} than measured before"
                 if new == self.step_limit:
-                    cause = epoch_limit_note(config)
+                    cause = EPOCH_LIMIT_NOTE
                 logger.warning(f"re-planned: {old:,} -> {new:,} steps: {cause}")
                 self.noted_steps = new
         threads = self.thread_tuner.update(speed) if self.thread_tuner and speed else None

@@ -33,13 +33,12 @@ from chargpt.log import logger
 from chargpt.models import count_parameters
 from chargpt.text.corpus import REQUIRED_SPLITS, Corpus
 from chargpt.training.deadline import (
+    EPOCH_LIMIT_NOTE,
     INITIAL_FRACTION,
-    MAX_EPOCHS,
     MIN_STEPS,
     TEACHER_COST,
     Deadline,
     Pace,
-    epoch_limit_note,
 )
 from chargpt.training.learner import training_bytes
 
@@ -106,6 +105,7 @@ DROPOUT = ((24, 0.2), (8, 0.1), (0, 0.0))
 # much over-fitting, in many epochs, is better split between models, each a student of the one
 # before; from these values on between two of them
 MAX_MODELS, SPLIT_OVERFITTING, SPLIT_EPOCHS = 3, 30, 20
+MAX_EPOCHS, MAX_OVERFITTING = 40, 65  # of one model, the latter of several in turn: more over-fit
 FULL_NGRAM_WEIGHT_UNTIL = 1_200_000  # beyond it, that of soft targets falls as 1 / tokens
 REPEATED_EPOCHS = 2  # from it on, at least this fraction of their weight stays:
 MIN_NGRAM_FRACTION = 0.5
@@ -309,11 +309,12 @@ class Planner:
                 f"{self.n_ranks:,} processes are more than the {useful:,} sequences of the "
                 "batch that is best for so long a run: the others are not worth having"
             )
-        step_limit = max(MIN_STEPS, self.max_tokens // config.tokens_per_step)
+        max_tokens = self.max_tokens(config, n_models)
+        step_limit = max(MIN_STEPS, max_tokens // config.tokens_per_step)
         config = with_unless_fixed(config, values, self.fixed_keys)
         config = with_students(config, n_models)
-        if n_tokens == self.max_tokens >= MIN_STEPS * config.tokens_per_step:
-            self.warn(epoch_limit_note(config))
+        if n_tokens == max_tokens >= MIN_STEPS * config.tokens_per_step:
+            self.warn(EPOCH_LIMIT_NOTE)
         if config.train.students:
             step_limit += config.train.students[-1]
         return Pace(self.deadline, config, speed, size_was_chosen, step_limit)
@@ -322,9 +323,13 @@ class Planner:
     def train_tokens(self) -> int:
         return len(self.corpus.split("train"))
 
-    @property
-    def max_tokens(self) -> int:
-        return MAX_EPOCHS * self.train_tokens
+    def max_tokens(self, config: Config, n_models: int) -> int:
+        """Return how many tokens each of the models reads at most: more would only over-fit."""
+        epochs = float(MAX_EPOCHS)
+        if n_models > 1:
+            parameters_per_token = self.parameters(config) / self.train_tokens
+            epochs = min(epochs, MAX_OVERFITTING / math.sqrt(parameters_per_token))
+        return int(epochs * self.train_tokens)
 
     def best_device(self) -> tuple[Config, float]:
         """Return the best size and its speed on the device, or on the CPU if `auto` is a slow GPU.
@@ -425,7 +430,7 @@ class Planner:
     def affordable_tokens(self, speed: float) -> float:
         """Return how many tokens can be read in the remaining time, at least 1."""
         readable = INITIAL_FRACTION * self.deadline.remaining * speed
-        return max(1.0, min(readable, self.max_tokens))
+        return max(1.0, min(readable, MAX_EPOCHS * self.train_tokens))
 
     def models(self, config: Config, speed: float) -> tuple[int, float]:
         """Return how many models to train one after the other, and the tokens that each reads."""
@@ -438,7 +443,8 @@ class Planner:
         may_split = config.model.kind == "gpt" and "train.students" not in self.fixed_keys
         if n_models < 2 or not (may_split and is_plain):
             return 1, self.affordable_tokens(speed)
-        return n_models, min(readable / (n_models + TEACHER_COST * (n_models - 1)), self.max_tokens)
+        n_tokens = readable / (n_models + TEACHER_COST * (n_models - 1))
+        return n_models, min(n_tokens, self.max_tokens(config, n_models))
 
     def loss(self, config: Config, speed: float) -> float:
         return predicted_loss(
