@@ -11,7 +11,7 @@ speed of each size is measured, and gives the length of its training:
     steps = 0.93 * remaining seconds * tokens per second / tokens per step
 
 A model reads the text at most 40 times. If a text would be read often, several models are trained
-in turn, each a student of the one before.
+in turn, each a student of the one before; large ones then read it less often.
 
 All choices go into the config, which repeats the run without a budget. While the run trains, its
 number of steps is re-planned (deadline.py).
