@@ -7,6 +7,7 @@ operations that mix devices. CUDA graphs are captured on the CPU.
 import contextlib
 import re
 import time
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,9 @@ def test_training_with_cuda_graphs_or_a_failed_capture_has_the_losses_of_trainin
     assert FakeGraph.replays >= 2 * 13 if is_capturable else FakeGraph.replays == 0
 
 
-def test_without_new_graphs_after_a_rollback_training_goes_on_with_its_ranks(
+@pytest.mark.parametrize("cause", ["student", "rollback"])
+def test_training_goes_on_with_ddp_and_a_note_if_a_later_capture_fails(
+    cause: str,
     corpus: Corpus,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -179,18 +182,22 @@ def test_without_new_graphs_after_a_rollback_training_goes_on_with_its_ranks(
 ) -> None:
     enable_graphs(monkeypatch)
     training = make_trainer(corpus, RunFolder(tmp_path / "run"))
-    before = train(training, 7)
+    train(training, 7)
     training.save()
     failing = Mock(side_effect=CaptureError("capture failed (out of memory)"))
     monkeypatch.setattr(learner, "capture_graph", failing)
-    monkeypatch.setattr(learner.Learner, "_wrap_for_ddp", lambda self: wrapped.append(self.model))
-    wrapped = list[GPT]()
-    training.roll_back(8)
-    assert "capture failed (out of memory): training works" in caplog.text
-    assert wrapped == [training.model]
-    training.learner.ddp_model = training.model
+    wrapped = deepcopy(training.model)
+    monkeypatch.setattr(learner.Learner, "_wrap_for_ddp", lambda _: wrapped)
+    if cause == "student":
+        training.learner.start_student(1, training.config.optim)
+    else:
+        training.roll_back(8)
+    assert caplog.text.count("capture failed (out of memory): training works") == 1
+    assert training.learner.ddp_model is wrapped
     replays = FakeGraph.replays
-    assert min(before[::2]) > train(training, 20)[-2] > 0
+    training.learner.ddp_model = training.model
+    losses = train(training, 40)[::2]
+    assert losses[-1] < losses[0]
     assert FakeGraph.replays == replays
 
 

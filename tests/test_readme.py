@@ -95,7 +95,7 @@ def test_every_setting_that_the_readme_names_exists() -> None:
 @pytest.mark.slow
 def test_the_python_of_the_readme_runs(verse: Path, tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    short = verse.read_text(encoding="utf-8")[:6000]  # whose 40 epochs take seconds
+    short = verse.read_text(encoding="utf-8")[:6000]  # whose epochs take seconds
     (tmp_path / "novel.txt").write_text(short, encoding="utf-8")
     assert block.count('{"optim.lr"') == 1  # of four trainings
     done = run_python(block.replace('{"optim.lr"', '{"train.max_steps": 3, "optim.lr"'), tmp_path)

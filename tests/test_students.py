@@ -157,6 +157,24 @@ def test_replanning_starts_no_student_without_time_and_keeps_past_learning_rates
         config = new
 
 
+@pytest.mark.parametrize("students", [(100, 200), (100,), ()])
+def test_replanning_gives_the_last_model_no_more_than_the_epochs_of_one(
+    students: tuple[int, ...], notes: list[str]
+) -> None:
+    restarts = [(step, 1.0) for step in students]
+    last = max(students, default=0)
+    values = {"train.students": students, "schedule.restarts": restarts, "schedule.warmup": 0}
+    config = Config().with_values({**values, "train.max_steps": last + 60})
+    seconds = iter(range(10**6))
+    deadline = Deadline.from_budget(10**5, 0.0, clock=lambda: float(next(seconds)))
+    pace = pace_of(deadline, config, step_limit=100)
+    pace.start(config, 0)
+    for step in range(1, last + 60):
+        config = pace.adjusted(config, step, 1.0)
+    assert config.train.max_steps == last + 100
+    assert "more epochs would only over-fit" in notes[0]
+
+
 def test_a_short_text_with_much_time_is_read_by_a_model_and_its_students(
     corpus: Corpus, notes: list[str]
 ) -> None:
@@ -175,12 +193,12 @@ def test_a_short_text_with_much_time_is_read_by_a_model_and_its_students(
         assert [at / steps for at in config.train.students] == [1, 2][: len(config.train.students)]
         assert config.train.evaluate_every <= steps
     pace = choose(load_config("gpt"), (), corpus, 3600.0)
-    assert pace.step_limit >= pace.config.train.max_steps
+    assert pace.step_limit == pace.config.train.students[0]
     small = {"model.n_layer": 1, "model.n_embd": 16, "model.n_head": 1}
     for size, limit in ((small, 40.0), ({}, None)):  # the smaller over-fits less
         longest = planned(3600.0, **size)
         n_parameters = count_parameters(longest.model, corpus.tokenizer.vocab_size)
-        limit = limit or 65.0 / (n_parameters / n_train) ** 0.5
+        limit = limit or 65.0 / (n_parameters / n_train) ** 0.5  # over 10
         epochs = longest.train.max_steps * longest.tokens_per_step / n_train
         assert epochs == pytest.approx(3 * limit, rel=0.02)
     assert any("ends before its time, since more epochs" in note for note in notes)

@@ -26,7 +26,7 @@ MIN_SECONDS = 5  # of a budget
 LATE = 1.1  # of the announced time: a command that takes longer says so
 MIN_STEPS = 20  # fewer are of little use
 OVERRUN = 0.08  # fraction of the budget by which the first MIN_STEPS may exceed it
-EPOCH_LIMIT_NOTE = (  # of a plan
+EPOCH_LIMIT_NOTE = (
     "training ends before its time, since more epochs would only over-fit most texts; --resume "
     "with -s train.max_steps=N trains longer"
 )
@@ -220,7 +220,7 @@ class Pace:
         config: as planned, before any re-planning.
         speed: measured, in tokens per second.
         size_was_chosen: whether the model's size was.
-        step_limit: number of steps beyond which training would only over-fit.
+        step_limit: number of steps of one model beyond which training would only over-fit.
         validation_seconds: expected of one validation.
         thread_tuner: None leaves the number of threads as it is.
     """
@@ -294,7 +294,7 @@ class Pace:
             config, old, new = replanned, self.noted_steps, replanned.train.max_steps
             if abs(new - old) >= max(NOTED_STEPS, NOTED_CHANGE * old):
                 cause = f"training is {'slower' if new < old else 'faster'} than measured before"
-                if new == self.step_limit:
+                if new == self._last_step_of(config):
                     cause = EPOCH_LIMIT_NOTE
                 logger.warning(f"re-planned: {old:,} -> {new:,} steps: {cause}")
                 self.noted_steps = new
@@ -319,9 +319,14 @@ class Pace:
         step_seconds = (now - since) / work_of(config, first, step)
         # an extended budget ends early where it can, instead of training more steps
         seconds = remaining - self.deadline.extension
-        config = replanned_config(config, step, step_seconds, seconds, self.step_limit)
+        limit = self._last_step_of(config)
+        config = replanned_config(config, step, step_seconds, seconds, limit)
         self._start_measuring(config, step)
         return config
+
+    def _last_step_of(self, config: Config) -> int:
+        """Return the last step that a run of one model, or of several in turn, may have."""
+        return self.step_limit + max(config.train.students, default=0)
 
 
 def replanned_config(

@@ -274,8 +274,12 @@ class Learner:
             return
         self._capture()
         self.ddp_model = self._wrap_for_ddp()  # if that failed
-        if self.group.is_main and self.capture_error is not None:
-            logger.warning(self.capture_error)
+        self.warn_of_failed_capture()
+
+    def warn_of_failed_capture(self) -> None:
+        """Log, on rank 0, why there are no CUDA graphs, if capture failed."""
+        if self.group.is_main and (error := self.capture_error) is not None:
+            logger.warning(f"{error}: training works, but a small model trains more slowly")
 
     def _capture(self) -> None:
         """Capture the forward and backward pass and the update as CUDA graphs.
@@ -310,8 +314,7 @@ class Learner:
             optimizer.load_state_dict(state)
             self.model.zero_grad(set_to_none=True)
         if group.all_reduce_any(self.capture_error is not None):  # with DDP they would not match
-            cause = self.capture_error or "CUDA graph capture failed on another rank"
-            self.capture_error = f"{cause}: training works, but a small model trains more slowly"
+            self.capture_error = self.capture_error or "CUDA graph capture failed on another rank"
             return
         self._share_weights()  # as DDP does
 

@@ -105,7 +105,8 @@ DROPOUT = ((24, 0.2), (8, 0.1), (0, 0.0))
 # much over-fitting, in many epochs, is better split between models, each a student of the one
 # before; from these values on between two of them
 MAX_MODELS, SPLIT_OVERFITTING, SPLIT_EPOCHS = 3, 30, 20
-MAX_EPOCHS, MAX_OVERFITTING = 40, 65  # of one model, the latter of several in turn: more over-fit
+MAX_EPOCHS = 40  # of a model; of several in turn each is limited by over-fitting too
+MAX_OVERFITTING, MIN_EPOCHS = 65, 10
 FULL_NGRAM_WEIGHT_UNTIL = 1_200_000  # beyond it, that of soft targets falls as 1 / tokens
 REPEATED_EPOCHS = 2  # from it on, at least this fraction of their weight stays:
 MIN_NGRAM_FRACTION = 0.5
@@ -303,7 +304,7 @@ class Planner:
                 "the size and the settings are extrapolated from runs of up to "
                 f"{largest / 1e6:.0f}M parameters and {longest / 1e6:.0f}M characters"
             )
-        useful = useful_ranks(config, self.affordable_tokens(speed))
+        useful = useful_ranks(config, n_tokens)
         if useful < self.n_ranks:
             self.warn(
                 f"{self.n_ranks:,} processes are more than the {useful:,} sequences of the "
@@ -313,10 +314,9 @@ class Planner:
         step_limit = max(MIN_STEPS, max_tokens // config.tokens_per_step)
         config = with_unless_fixed(config, values, self.fixed_keys)
         config = with_students(config, n_models)
-        if n_tokens == max_tokens >= MIN_STEPS * config.tokens_per_step:
+        readable = INITIAL_FRACTION * self.deadline.remaining * speed
+        if n_tokens == max_tokens and config.train.max_steps * config.tokens_per_step < readable:
             self.warn(EPOCH_LIMIT_NOTE)
-        if config.train.students:
-            step_limit += config.train.students[-1]
         return Pace(self.deadline, config, speed, size_was_chosen, step_limit)
 
     @property
@@ -328,7 +328,8 @@ class Planner:
         epochs = float(MAX_EPOCHS)
         if n_models > 1:
             parameters_per_token = self.parameters(config) / self.train_tokens
-            epochs = min(epochs, MAX_OVERFITTING / math.sqrt(parameters_per_token))
+            limit = MAX_OVERFITTING / math.sqrt(parameters_per_token)
+            epochs = min(epochs, max(MIN_EPOCHS, limit))
         return int(epochs * self.train_tokens)
 
     def best_device(self) -> tuple[Config, float]:
@@ -385,7 +386,7 @@ class Planner:
                 break
             index, config, speed = index + 1 + skipped, candidate, candidate_speed
         # block and batch sizes follow from the length, which is known now
-        resized = self.config_of_size(SIZES[index], self.affordable_tokens(speed))
+        resized = self.config_of_size(SIZES[index], self.models(config, speed)[1])
         resized_speed = 0.0 if resized == config else self.speed_if_it_fits(resized)
         return (resized, resized_speed) if resized_speed else (config, speed)
 

@@ -116,8 +116,8 @@ def continue_run(
             baselines=baselines,
             base_run=base_run,
         )
-        step = saved.state.step
-        if step and config.device == saved.config.device:  # with validation, saving and samples
+        step, has_changed = saved.state.step, config.device != saved.config.device
+        if step and not group.all_reduce_any(has_changed):  # with validation, saving and samples
             seconds = (config.train.max_steps - step) * saved.state.seconds / step
         else:
             seconds = expected_seconds(trainer)

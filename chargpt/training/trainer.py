@@ -187,8 +187,7 @@ class Trainer:
         if pace is not None:
             pace.start(self.config, self.state.step)
         had_errors = False
-        if self.group.is_main and (error := self.learner.capture_error) is not None:
-            logger.warning(error)
+        self.learner.warn_of_failed_capture()
         try:
             for report in self._reports():
                 has_moved = self.folder is not None and self.folder.moved_from is not None
