@@ -195,10 +195,11 @@ def test_a_short_text_with_much_time_is_read_by_a_model_and_its_students(
     pace = choose(load_config("gpt"), (), corpus, 3600.0)
     assert pace.step_limit == pace.config.train.students[0]
     small = {"model.n_layer": 1, "model.n_embd": 16, "model.n_head": 1}
-    for size, limit in ((small, 40.0), ({}, None)):  # the smaller over-fits less
+    large = {"model.n_layer": 5, "model.n_embd": 192, "model.n_head": 3}
+    for size, limit in ((small, 40.0), ({}, None), (large, 10.0)):  # the smaller over-fits less
         longest = planned(3600.0, **size)
         n_parameters = count_parameters(longest.model, corpus.tokenizer.vocab_size)
-        limit = limit or 65.0 / (n_parameters / n_train) ** 0.5  # over 10
+        limit = limit or 65.0 / (n_parameters / n_train) ** 0.5
         epochs = longest.train.max_steps * longest.tokens_per_step / n_train
         assert epochs == pytest.approx(3 * limit, rel=0.02)
     assert any("ends before its time, since more epochs" in note for note in notes)
