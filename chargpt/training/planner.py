@@ -105,8 +105,8 @@ DROPOUT = ((24, 0.2), (8, 0.1), (0, 0.0))
 # much over-fitting, in many epochs, is better split between models, each a student of the one
 # before; from these values on between two of them
 MAX_MODELS, SPLIT_OVERFITTING, SPLIT_EPOCHS = 3, 30, 20
-MAX_EPOCHS = 40  # of a model; of several in turn each is limited by over-fitting too
-MAX_OVERFITTING, MIN_EPOCHS = 65, 10
+MAX_EPOCHS = 40  # of a model
+MAX_OVERFITTING, MIN_EPOCHS = 65, 10  # each of several in turn ends at the former, if after these
 FULL_NGRAM_WEIGHT_UNTIL = 1_200_000  # beyond it, that of soft targets falls as 1 / tokens
 REPEATED_EPOCHS = 2  # from it on, at least this fraction of their weight stays:
 MIN_NGRAM_FRACTION = 0.5
@@ -314,8 +314,8 @@ class Planner:
         step_limit = max(MIN_STEPS, max_tokens // config.tokens_per_step)
         config = with_unless_fixed(config, values, self.fixed_keys)
         config = with_students(config, n_models)
-        readable = INITIAL_FRACTION * self.deadline.remaining * speed
-        if n_tokens == max_tokens and config.train.max_steps * config.tokens_per_step < readable:
+        planned = config.train.max_steps * config.tokens_per_step
+        if n_tokens == max_tokens and planned < self.readable_tokens(speed):
             self.warn(EPOCH_LIMIT_NOTE)
         return Pace(self.deadline, config, speed, size_was_chosen, step_limit)
 
@@ -428,14 +428,17 @@ class Planner:
     def parameters(self, config: Config) -> int:
         return count_parameters(config.model, self.corpus.tokenizer.vocab_size)
 
+    def readable_tokens(self, speed: float) -> float:
+        """Return how many tokens can be read in the remaining time."""
+        return INITIAL_FRACTION * self.deadline.remaining * speed
+
     def affordable_tokens(self, speed: float) -> float:
-        """Return how many tokens can be read in the remaining time, at least 1."""
-        readable = INITIAL_FRACTION * self.deadline.remaining * speed
-        return max(1.0, min(readable, MAX_EPOCHS * self.train_tokens))
+        """Return how many tokens one model can read in the remaining time, at least 1."""
+        return max(1.0, min(self.readable_tokens(speed), MAX_EPOCHS * self.train_tokens))
 
     def models(self, config: Config, speed: float) -> tuple[int, float]:
         """Return how many models to train one after the other, and the tokens that each reads."""
-        readable = INITIAL_FRACTION * self.deadline.remaining * speed
+        readable = self.readable_tokens(speed)
         epochs, train = readable / self.train_tokens, config.train
         overfitting = epochs * math.sqrt(self.parameters(config) / self.train_tokens)
         n_useful = 2 * min(overfitting / SPLIT_OVERFITTING, epochs / SPLIT_EPOCHS)
