@@ -187,6 +187,16 @@ def test_the_number_of_epochs_is_limited(corpus: Corpus, notes: list[str]) -> No
     assert not notes
 
 
+@pytest.mark.parametrize(("seconds", "ends_early"), [(1.0, False), (2.0, True)])
+def test_a_plan_of_the_fewest_steps_ends_early_only_if_it_leaves_time(
+    seconds: float, ends_early: bool, verse: Path, notes: list[str]
+) -> None:
+    short = load_corpus(text=verse.read_text(encoding="utf-8")[:500])
+    notes.clear()
+    assert choose(Config(), (), short, seconds).config.train.max_steps == 3 * MIN_STEPS
+    assert any("ends before its time" in note for note in notes) == ends_early
+
+
 @pytest.mark.parametrize("micro_batches", [1, 3, 16, 64])
 def test_a_planned_batch_divides_into_micro_batches(micro_batches: int, corpus: Corpus) -> None:
     given = {"train.micro_batches": micro_batches, "train.batch_size": micro_batches}
