@@ -194,6 +194,50 @@ def test_every_rank_gets_the_run_that_was_resumed(verse: Path, tmp_path: Path, c
     assert [(tmp_path / f"step-{rank}").read_text() for rank in (0, 1)] == ["12 run", "12 run"]
 
 
+# Trainings of one program. Rank 0 comes later to each, and rank 1 loses the device, another name of
+# the CPU, before the last.
+SEVERAL = """
+import os, sys, time, torch, chargpt
+from chargpt.errors import DeviceError
+from chargpt.training import resume, trainer
+
+rank, missing = os.environ["RANK"], set()
+
+def choose(name):
+    if name in missing:
+        raise DeviceError(f"device {name!r} is not available")
+    return torch.device("cpu"), "why"
+
+def train(batch_size=8, **options):
+    time.sleep(0.5 * (rank == "0"))
+    sizes = {"model.n_layer": 1, "model.n_embd": 32, "model.block_size": 16}
+    others = {"train.max_steps": 8, "train.batch_size": batch_size, "dtype": "float32"}
+    settings = sizes | others | {"threads": 1, "device": "cuda:1"}
+    return chargpt.train(sys.argv[1], out="run", settings=settings, **options)
+
+resume.choose_device = trainer.choose_device = choose
+try:
+    train(7)
+except chargpt.ChargptError as error:
+    assert "does not divide" in str(error)
+train(on_report=lambda report: report.step == 3)
+if rank == "1":
+    missing.add("cuda:1")
+train(start="new or resume")
+run = train(start="new or resume")
+open("step-" + rank, "w").write(str(run.step))
+"""
+
+
+def test_a_program_trains_several_times_also_after_an_error_and_the_loss_of_a_device(
+    verse: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "several.py").write_text(SEVERAL)
+    done = torchrun(verse, cwd=tmp_path, program=("several.py",))
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"step-{rank}").read_text() for rank in (0, 1)] == ["8", "8"]
+
+
 @pytest.mark.slow
 def test_a_mistake_is_one_sentence_of_rank_0(tmp_path: Path) -> None:
     done = torchrun("train", "missing.txt", *SETTINGS, cwd=tmp_path)

@@ -694,6 +694,10 @@ def test_a_run_of_a_missing_device_resumes_on_the_one_here_in_the_dtype_asked_fo
     reason = f"{device} is not available, so the run continues on {here} (why)"
     assert reason in notes
     assert resume(folder, {"dtype": "float32"})[1].dtype == "float32"
+    trainer.config, trainer.config_is_unsaved = config, True
+    trainer.save()  # as the resumed run does
+    assert resume(folder, {"device": device}, same_command=True)[1].device == here
+    assert resume(folder, {"device": device})[1].device == device  # which the trainer refuses
     found.reset_mock()
     assert resume(folder, {"device": "cpu"})[1].device == "cpu"
     assert not found.called  # which would start the driver of a GPU

@@ -251,7 +251,9 @@ def changed_config(
             raise ConfigError(
                 f"{key} cannot change when a run is resumed; drop it, or start a new run with --out"
             )
-    return _on_this_machine(saved.config.with_values(changes), saved, changes)
+    # a device that the run once had to leave is no mistake of the same command
+    asked = {} if same_command else changes
+    return _on_this_machine(saved.config.with_values(changes), saved, asked)
 
 
 def continued_config(saved: Checkpoint, config: Config) -> Config:
