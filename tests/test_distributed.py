@@ -229,6 +229,7 @@ open("step-" + rank, "w").write(str(run.step))
 """
 
 
+@pytest.mark.slow
 def test_a_program_trains_several_times_also_after_an_error_and_the_loss_of_a_device(
     verse: Path, tmp_path: Path
 ) -> None:
