@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 600  # of a rank that waits for another: more than rank 0 ever needs alone
 MAX_LAUNCH_SECONDS = 60  # a parent that began earlier did more than to start the ranks
-_numbers = itertools.count()  # of the process groups of this process
+_numbers = itertools.count()  # of the trainings of this process
 LOST_RANK = (  # in errors of torch, gloo, NCCL and NCCL's watchdog
     "DistNetworkError|gloo|remote process exited|Connection closed by|ncclRemoteError|"
     "NCCL communicator was aborted|Watchdog caught collective operation timeout"
@@ -160,10 +160,11 @@ def init_process_group() -> RankGroup:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    destroy_process_group()  # of an earlier training, which has failed or had no steps left
+    if number := next(_numbers):  # the one before may have failed, or had no steps left
+        destroy_process_group()
     try:
         shared, rank, size = next(iter(rendezvous("env://")))
-        store = _new_store(shared, is_main=rank == 0)
+        store = _new_store(shared, number, is_main=rank == 0)
         with warnings.catch_warnings(action="ignore"):  # `choose_device` says what they say
             gpu = torch.accelerator.current_accelerator(check_available=True)
         backends = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
@@ -178,16 +179,16 @@ def init_process_group() -> RankGroup:
     return RankGroup(dist.get_rank(), dist.get_world_size())
 
 
-def _new_store(shared: Any, *, is_main: bool) -> Any:
+def _new_store(shared: Any, number: int, *, is_main: bool) -> Any:
     """Return a store of these ranks alone, which rank 0 serves and names in the shared one.
 
     Ranks restarted by `--max-restarts` find the shared store with the addresses of the ranks before
     (pytorch issue 135712), also that of their own store, at which nobody answers any more. At that
-    of an earlier training of the same program somebody may: each has a key of its own.
+    of an earlier training of this process somebody may, so that each `number` has its own.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    host, key = os.environ["MASTER_ADDR"], f"port of the ranks' store {next(_numbers)}"
+    host, key = os.environ["MASTER_ADDR"], f"port of the ranks' store {number}"
     if is_main:
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         shared.set(key, str(store.port))
