@@ -231,7 +231,8 @@ def test_compare_trains_within_a_budget(verse: Path, cli: Cli) -> None:
     assert rows["gpt (trained)"]["nats_per_char"] < rows["unigram (counts)"]["nats_per_char"]
     config = load_config("both/gpt/config.yaml")
     assert config.seed == 3
-    assert config.train.max_steps != load_config("gpt").train.max_steps  # planned
+    # planned, for a short run; the number of steps may be that of the config by chance
+    assert config.train.evaluation_tokens < load_config("gpt").train.evaluation_tokens
 
 
 def test_runs_of_other_block_sizes_score_the_same_characters_and_name_them(
