@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 600  # of a rank that waits for another: more than rank 0 ever needs alone
 MAX_LAUNCH_SECONDS = 60  # a parent that began earlier did more than to start the ranks
 _numbers = itertools.count()  # of the trainings of this process
+_groups: list[Any] = []  # the process group of the last of them, while it is there
 LOST_RANK = (  # in errors of torch, gloo, NCCL and NCCL's watchdog
     "DistNetworkError|gloo|remote process exited|Connection closed by|ncclRemoteError|"
     "NCCL communicator was aborted|Watchdog caught collective operation timeout"
@@ -160,17 +161,22 @@ def init_process_group() -> RankGroup:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    if number := next(_numbers):  # the one before may have failed, or had no steps left
-        destroy_process_group()
+    destroy_process_group()  # of a training before that failed, or had no steps left
+    if dist.is_initialized():
+        raise DeviceError(
+            "this program has a process group of its own; destroy it before training, with "
+            "torch.distributed.destroy_process_group()"
+        )
     try:
         shared, rank, size = next(iter(rendezvous("env://")))
-        store = _new_store(shared, number, is_main=rank == 0)
+        store = _new_store(shared, next(_numbers), is_main=rank == 0)
         with warnings.catch_warnings(action="ignore"):  # `choose_device` says what they say
             gpu = torch.accelerator.current_accelerator(check_available=True)
         backends = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
         backend = backends.get(gpu.type if gpu else "cpu", "gloo")
         timeout = timedelta(seconds=TIMEOUT_SECONDS)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        _groups.append(dist.group.WORLD)
     except (RuntimeError, ValueError) as error:
         raise DeviceError(
             f"cannot connect the {size} processes ({str(error).splitlines()[0]}); "
@@ -210,8 +216,9 @@ def is_lost_rank_error(error: Exception) -> bool:
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group, if there is one."""
+    """Destroy the process group of this process's last training, if it is still there."""
     import torch.distributed as dist
 
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.group.WORLD in _groups:
+        _groups.clear()
         dist.destroy_process_group()

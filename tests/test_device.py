@@ -281,6 +281,20 @@ def test_a_missing_rendezvous_address_is_rejected(monkeypatch: pytest.MonkeyPatc
     assert "\n" not in str(caught.value)
 
 
+def test_a_process_group_of_the_program_is_rejected_and_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(DeviceError, match="has a process group of its own; destroy it"):
+            init_process_group()
+        destroy_process_group()  # only that of a training
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_malloc_is_tuned_on_glibc_only() -> None:
     assert tune_malloc() is (platform.libc_ver()[0] == "glibc")
 
