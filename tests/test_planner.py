@@ -450,15 +450,18 @@ def test_early_stopping_has_more_evaluations_than_its_patience() -> None:
         assert steps / every >= 0.9 * least
 
 
-def test_dropout_grows_with_epochs_and_parameters_per_character() -> None:
+def test_dropout_grows_with_epochs_after_the_first_and_parameters_per_character() -> None:
     def dropout(epochs: float, parameters_per_character: float) -> object:
         values = length_values(
             Config(), epochs * 10**6, 10**6, int(parameters_per_character * 10**6)
         )
         return values["model.dropout"]
 
-    assert [dropout(epochs, 2.25) for epochs in (1, 5, 6, 15, 17)] == [0.0, 0.0, 0.1, 0.1, 0.2]
-    assert [dropout(epochs, 0.25) for epochs in (1, 15, 17, 47, 50)] == [0.0, 0.0, 0.1, 0.1, 0.2]
+    of_large = [dropout(epochs, 2.0) for epochs in (0.5, 1, 4, 5, 10, 11, 32, 33)]
+    assert of_large == [0.0, 0.0, 0.0, 0.05, 0.05, 0.1, 0.1, 0.2]
+    of_small = [dropout(epochs, 0.25) for epochs in (1, 32, 33, 80, 81, 256, 257)]
+    assert of_small == [0.0, 0.0, 0.05, 0.05, 0.1, 0.1, 0.2]
+    assert dropout(1, 12) == 0.0  # nothing is read twice
 
 
 def test_what_the_user_has_set_stays(corpus: Corpus) -> None:

@@ -100,10 +100,10 @@ MIN_EVALUATED = 12_000  # tokens of the validation split per evaluation
 MAX_EVALUATED = 300_000
 FULL_WEIGHT_DECAY_EPOCHS = 5  # from it on, weight decay is whole
 MIN_WEIGHT_DECAY = 0.2  # fraction of the weight decay in runs of up to one epoch
-# (overfitting, dropout), where overfitting = epochs * sqrt(parameters / train_tokens)
-DROPOUT = ((24, 0.2), (8, 0.1), (0, 0.0))
-# much over-fitting, in many epochs, is better split between models, each a student of the one
-# before; from these values on between two of them
+# (repetition, dropout), where repetition = (epochs - 1) * parameters / train_tokens
+DROPOUT = ((64, 0.2), (20, 0.1), (8, 0.05))
+# much over-fitting (epochs * sqrt(parameters / train_tokens)), in many epochs, is better split
+# between models, each a student of the one before; from these values on between two of them
 MAX_MODELS, SPLIT_OVERFITTING, SPLIT_EPOCHS = 3, 30, 20
 MAX_EPOCHS = 40  # of a model
 MAX_OVERFITTING, MIN_EPOCHS = 65, 10  # each of several in turn ends at the former, if after these
@@ -219,8 +219,8 @@ def length_values(
     # early stopping needs more evaluations than its patience
     every = math.ceil(steps / max(preset.evaluations, 2 * (config.train.patience or 0)))
     epochs = n_tokens / train_tokens
-    overfitting = epochs * math.sqrt(parameters / train_tokens)
-    dropout = next(p for least, p in DROPOUT if overfitting >= least)
+    repetition = (epochs - 1) * parameters / train_tokens
+    dropout = next((p for least, p in DROPOUT if repetition >= least), 0.0)
     # soft targets soon teach all they can, but they also keep a model from over-fitting
     min_fraction = MIN_NGRAM_FRACTION if epochs >= REPEATED_EPOCHS else 0.0
     ngram_fraction = max(min_fraction, min(1.0, FULL_NGRAM_WEIGHT_UNTIL / n_tokens))
