@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 600  # of a rank that waits for another: more than rank 0 ever needs alone
 MAX_LAUNCH_SECONDS = 60  # a parent that began earlier did more than to start the ranks
 _numbers = itertools.count()  # of the trainings of this process
-_groups: list[Any] = []  # the process group of the last of them, while it is there
+_groups: list[Any] = []  # the process group of the last of them, until it is destroyed
 LOST_RANK = (  # in errors of torch, gloo, NCCL and NCCL's watchdog
     "DistNetworkError|gloo|remote process exited|Connection closed by|ncclRemoteError|"
     "NCCL communicator was aborted|Watchdog caught collective operation timeout"
@@ -161,7 +161,8 @@ def init_process_group() -> RankGroup:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    destroy_process_group()  # of a training before that failed, or had no steps left
+    number = next(_numbers)
+    destroy_process_group()  # of a training before that failed
     if dist.is_initialized():
         raise DeviceError(
             "this program has a process group of its own; destroy it before training, with "
@@ -169,19 +170,21 @@ def init_process_group() -> RankGroup:
         )
     try:
         shared, rank, size = next(iter(rendezvous("env://")))
-        store = _new_store(shared, next(_numbers), is_main=rank == 0)
+        store = _new_store(shared, number, is_main=rank == 0)
         with warnings.catch_warnings(action="ignore"):  # `choose_device` says what they say
             gpu = torch.accelerator.current_accelerator(check_available=True)
         backends = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
         backend = backends.get(gpu.type if gpu else "cpu", "gloo")
         timeout = timedelta(seconds=TIMEOUT_SECONDS)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        _groups.append(dist.group.WORLD)
     except (RuntimeError, ValueError) as error:
         raise DeviceError(
             f"cannot connect the {size} processes ({str(error).splitlines()[0]}); "
             "start them with `torchrun`"
         ) from None
+    finally:
+        if dist.is_initialized():
+            _groups.append(dist.group.WORLD)
     return RankGroup(dist.get_rank(), dist.get_world_size())
 
 
@@ -219,6 +222,7 @@ def destroy_process_group() -> None:
     """Destroy the process group of this process's last training, if it is still there."""
     import torch.distributed as dist
 
-    if dist.is_initialized() and dist.group.WORLD in _groups:
-        _groups.clear()
+    is_own = dist.is_initialized() and dist.group.WORLD in _groups
+    _groups.clear()
+    if is_own:
         dist.destroy_process_group()

@@ -293,6 +293,13 @@ def test_a_process_group_of_the_program_is_rejected_and_left_alone(
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    rendezvous = import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda _: iter([(HashStore(), 0, 1)]))
+    for _ in range(2):  # that of a training before is replaced
+        assert init_process_group() == RankGroup(0, 1)
+    destroy_process_group()
+    assert not dist.is_initialized()
 
 
 def test_malloc_is_tuned_on_glibc_only() -> None:

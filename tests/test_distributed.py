@@ -225,6 +225,7 @@ if rank == "1":
     missing.add("cuda:1")
 train(start="new or resume")
 run = train(start="new or resume")
+assert not torch.distributed.is_initialized()  # the program may make one now
 open("step-" + rank, "w").write(str(run.step))
 """
 

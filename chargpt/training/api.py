@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chargpt.config import Config, require_settings
-from chargpt.distributed import RankGroup, rank_variable, world_size
+from chargpt.distributed import RankGroup, destroy_process_group, rank_variable, world_size
 from chargpt.errors import ConfigError, FinishedError, Stopped
 from chargpt.log import collected_notes, logger
 from chargpt.store.layout import identity_of
@@ -86,7 +86,9 @@ def train(
             if request.start is not StartMode.NEW_OR_RESUME or request.out is None:
                 raise
             group = RankGroup(rank_variable("RANK"), world_size())
-            return load_shared_run(request.out, device or "auto", group)
+            run = load_shared_run(request.out, device or "auto", group)
+            destroy_process_group()
+            return run
         if notebook is not None:
             notebook.show_result(session, run)
         elif group.is_main:

@@ -322,7 +322,7 @@ def open_session(request: Request, on_progress: TextProgress | None = None) -> I
 
     Raises:
         FinishedError: the run to resume has no steps left.
-        DeviceError: two ranks have the same GPU.
+        DeviceError: two ranks have the same GPU, or the program has a process group.
         OperationError: another rank has failed.
         ChargptError: the text, a setting or the folder is unusable, or the text of a resumed run
             is damaged.
