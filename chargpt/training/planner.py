@@ -101,7 +101,7 @@ MAX_EVALUATED = 300_000
 FULL_WEIGHT_DECAY_EPOCHS = 5  # from it on, weight decay is whole
 MIN_WEIGHT_DECAY = 0.2  # fraction of the weight decay in runs of up to one epoch
 # (repetition, dropout), where repetition = (epochs - 1) * parameters / train_tokens
-DROPOUT = ((64, 0.2), (32, 0.1), (8, 0.05))
+DROPOUT = ((64, 0.2), (24, 0.1), (8, 0.05))
 # much over-fitting (epochs * sqrt(parameters / train_tokens)), in many epochs, is better split
 # between models, each a student of the one before; from these values on between two of them
 MAX_MODELS, SPLIT_OVERFITTING, SPLIT_EPOCHS = 3, 30, 20
