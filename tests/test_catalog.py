@@ -9,6 +9,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,9 +48,10 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "slow":
             server.stopped.wait(10)
         else:
-            self.wfile.write(body[: len(body) // 2] if fault == "broken" else body)
-            self.wfile.flush()
-            self.connection.shutdown(socket.SHUT_RDWR)
+            with suppress(ConnectionError):  # the client may hang up first
+                self.wfile.write(body[: len(body) // 2] if fault == "broken" else body)
+                self.wfile.flush()
+                self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, *_: object) -> None:
         pass
